@@ -1,0 +1,1 @@
+# placeholder: the aio module is defined here

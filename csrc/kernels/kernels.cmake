@@ -1,0 +1,1 @@
+# placeholder: the kernels module is defined here
