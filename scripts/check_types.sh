@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# mypy strict over swapio, swapio.optim and the tests. It runs against an installed wheel, from inside
+# tests/: an editable install's import hooks are invisible to mypy.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENV=${VENV:-.venv}
+env=build/variants/types
+if [ ! -x "$env/bin/python" ]; then
+  "$VENV/bin/python" -m venv --without-pip "$env"
+  site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/_shared.pth"
+fi
+PATH="$PWD/$VENV/bin:$PATH" "$env/bin/python" -m pip install -q --no-build-isolation --no-deps \
+  --force-reinstall --no-warn-script-location . -C build-dir=build/types
+root=$PWD
+cd tests
+export MYPY_CACHE_DIR=$root/.mypy_cache
+"$root/$env/bin/python" -m mypy --config-file ../pyproject.toml -p swapio
+"$root/$env/bin/python" -m mypy --config-file ../pyproject.toml .

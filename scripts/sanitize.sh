@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs the Python tests that exercise native code under AddressSanitizer and UBSan. Leak checking is
+# off here, because CPython and torch keep memory until exit; the native programs check leaks.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+read -ra tests <<< "${SANITIZE_TESTS:-tests/aio tests/kernels tests/store}"
+present=()
+for folder in "${tests[@]}"; do [ ! -e "$folder" ] || present+=("$folder"); done
+if [ ${#present[@]} = 0 ]; then echo "no native tests"; exit 0; fi
+python=$(bash scripts/variant.sh asan -C cmake.define.SWAPIO_SANITIZE=ON \
+  -C cmake.build-type=RelWithDebInfo)
+preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
+# Forked children of an instrumented process are slow; a killed run must still print its summary.
+LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:halt_on_error=1 \
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc SWAPIO_SANITIZER=1 \
+  "$python" -m pytest -q --timeout 600 "$@" "${present[@]}"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs the tests that depend on the engine where it has to fall back: io_uring denied (as containers
+# do), a tiny memory-lock limit, and a build without liburing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENV=${VENV:-.venv}
+read -ra tests <<< "${ENGINE_TESTS:-tests/aio tests/store tests/swapper}"
+present=()
+for folder in "${tests[@]}"; do [ ! -e "$folder" ] || present+=("$folder"); done
+if [ ${#present[@]} = 0 ]; then echo "no engine tests"; exit 0; fi
+
+say() { printf '\n== %s\n' "$*"; }
+
+say "io_uring denied with EPERM"
+"$VENV/bin/python" scripts/deny_io_uring.py EPERM "$VENV/bin/python" -m pytest -q "${present[@]}"
+
+# Root ignores the limit, so the capability has to go too.
+drop=()
+[ "$(id -u)" != 0 ] || drop=(setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock)
+say "memory-lock limit of 64 KiB"
+prlimit --memlock=65536:65536 "${drop[@]}" "$VENV/bin/python" -m pytest -q "${present[@]}"
+
+say "built without liburing"
+python=$(bash scripts/variant.sh no-uring -C cmake.define.SWAPIO_URING=OFF)
+"$python" -m pytest -q "${present[@]}"
