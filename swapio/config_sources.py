@@ -15,11 +15,14 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swapio.config import ARGUMENT_SOURCE, DEFAULT_SOURCE, SwapConfig, field_names, setting_of
 from swapio.config_values import format_size
 from swapio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swapio.config_deepspeed_rules import DeepSpeedMapping
 
 ENVIRONMENT_PREFIX = "SWAPIO_"
 FLAG_SOURCE = "flag"
@@ -49,7 +52,14 @@ def from_dict(
     Raises:
         ConfigError: An unknown key, or a value that is not valid.
     """
-    return with_environment(_from_mapping(data, source), environment)
+    mapped, values, origins = _from_mapping(data, source)
+    config = with_environment(with_sources(values, origins), environment)
+    if mapped.needs_path and config.path is None:
+        raise ConfigError(
+            f"{mapped.needs_path} is 'nvme' in {source}, but there is no nvme_path: name the "
+            "folder for the state"
+        )
+    return config
 
 
 def from_file(
@@ -224,14 +234,24 @@ def unknown_key(key: str, source: str, known: Iterable[str]) -> str:
     return f"unknown key {key!r} in {source}; {hint}"
 
 
-def _from_mapping(data: Mapping[str, Any], source: str) -> SwapConfig:
+def _from_mapping(
+    data: Mapping[str, Any], source: str
+) -> tuple[DeepSpeedMapping, dict[str, Any], dict[str, str]]:
+    """Return what DeepSpeed's keys say, all values by field, and the origin of each."""
+    from swapio.config_deepspeed import map_deepspeed
+
     for key in data:
         if not isinstance(key, str):
             raise ConfigError(f"key {key!r} in {source} is a {type(key).__name__}; want text")
-    given, own = _own_section(data, source)
-    check_names(given, source)
-    origins = dict.fromkeys(given, source)
-    return with_sources(given | own, origins | dict.fromkeys(own, f"{source} [swapio]"))
+    given, section = _own_section(data, source)
+    known = field_names()
+    own = {key: value for key, value in given.items() if key in known}
+    theirs = {key: value for key, value in given.items() if key not in known}
+    mapped = map_deepspeed(theirs, source=source)
+    values = {name: value for name, (value, _) in mapped.settings.items()} | own | section
+    origins = {name: f"{source}: {key}" for name, (_, key) in mapped.settings.items()}
+    origins |= dict.fromkeys(own, source) | dict.fromkeys(section, f"{source} [swapio]")
+    return mapped, values, origins
 
 
 def _own_section(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:
