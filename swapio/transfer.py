@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers of pieces between memory and a slot: requests, checksums, and their futures.
+
+One call of `read` or `write` is one submission to the engine. Checksums of what is written are
+computed before it is submitted, those of what was read after it has arrived, by the caller who
+waits for it.
+
+Invariants: no block reaches a reader unverified; a block whose write failed raises that error to
+readers until it is written again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from swapio.aio import OP_READ, OP_WRITE, Engine, IOFuture, Request
+from swapio.align import BLOCK_BYTES
+from swapio.checksum import Hashes, block_spans, span_hashes
+from swapio.errors import ConfigError, CorruptionError, SwapStateError
+from swapio.slots import Slot, SubGroup
+from swapio.store import Piece, StoreStats, TransferFuture
+from swapio.striping import RecordPlace
+
+_BlockRange = tuple[int, int]  # (first, end) among the sub-group's blocks
+
+
+class Counters:
+    """The store's statistics; `add` is atomic."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, Any] = dict(StoreStats()._asdict())
+
+    def add(self, **amounts: float) -> None:
+        """Add to the named counters."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount
+
+    def snapshot(self) -> StoreStats:
+        """Return the values."""
+        with self._lock:
+            return StoreStats(**self._values)
+
+
+class ReadTransfer(TransferFuture):
+    """A read that is verified in `result`, by whoever calls it first."""
+
+    def __init__(self, io: IOFuture, spans: _Spans, expected: Hashes | None, owner: object) -> None:
+        self.nbytes = spans.nbytes
+        self._io = io
+        self._spans = spans
+        self._expected = expected
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._error: CorruptionError | None = None
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait for the bytes and verify them; see `TransferFuture.result`."""
+        _wait(self, self._io, timeout)
+        with self._lock:
+            if self._expected is not None:
+                self._error = self._spans.verify(self._expected)
+            self._expected = None
+            self._owner = None
+        if self._error is not None:
+            raise self._error
+        return self.nbytes
+
+    def done(self) -> bool:
+        """Return whether the bytes have arrived."""
+        return self._io.done()
+
+
+class WriteTransfer(TransferFuture):
+    """A write; its end, good or bad, is noted at the slot's blocks."""
+
+    def __init__(self, io: IOFuture, slot: Slot, blocks: list[_BlockRange], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.blocks = blocks
+        self._io = io
+        self._slot = slot
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait for the bytes to be written; see `TransferFuture.result`."""
+        bad = self._slot.bad
+        try:
+            _wait(self, self._io, timeout)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            self._slot.has_failed = True
+            for first, end in self.blocks:
+                bad.update(dict.fromkeys(range(first, end), error))
+            raise
+        if bad:
+            for first, end in self.blocks:
+                for block in range(first, end):
+                    bad.pop(block, None)
+        return self.nbytes
+
+    def done(self) -> bool:
+        """Return whether the write is over."""
+        return self._io.done()
+
+
+class Mover:
+    """Moves pieces of slots.
+
+    Args:
+        engine: Where transfers are submitted.
+        counters: Counts bytes and the time of checksums.
+        has_checksums: Whether blocks are hashed at all.
+    """
+
+    def __init__(self, engine: Engine, counters: Counters, *, has_checksums: bool) -> None:
+        self.engine = engine
+        self.has_checksums = has_checksums
+        self._counters = counters
+
+    def read(
+        self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], owner: object
+    ) -> ReadTransfer:
+        """Start to read pieces of a slot; returns after queueing."""
+        requests, blocks = _plan(sub_group, slot, pieces, OP_READ)
+        if slot.bad:
+            _raise_if_bad(sub_group, slot, blocks)
+        spans = _Spans(self, sub_group, slot, pieces)
+        expected = None
+        if self.has_checksums:
+            # Copied now: a transaction in place may write the same blocks before the result.
+            expected = _concatenate([slot.hashes[first:end] for first, end in blocks])
+        io = self.engine.submit(requests, owner=owner)
+        return ReadTransfer(io, spans, expected, owner)
+
+    def write(
+        self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], owner: object
+    ) -> WriteTransfer:
+        """Hash pieces and start to write them; returns after queueing."""
+        requests, blocks = _plan(sub_group, slot, pieces, OP_WRITE)
+        nbytes = sum(piece[2] for piece in pieces)
+        if self.has_checksums:
+            hashes = self.hash(*block_spans([(piece[3], piece[2]) for piece in pieces]))
+            position = 0
+            for first, end in blocks:
+                slot.hashes[first:end] = hashes[position : position + end - first]
+                position += end - first
+        return WriteTransfer(self.engine.submit(requests, owner=owner), slot, blocks, nbytes)
+
+    def hash(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> Hashes:
+        """Return checksums of spans and count the time."""
+        started = time.perf_counter()
+        hashes = span_hashes(addresses, lengths)
+        self._counters.add(hash_seconds=time.perf_counter() - started)
+        return hashes
+
+
+class _Spans:
+    """The memory of a read, and how to say what is wrong with it."""
+
+    def __init__(
+        self, mover: Mover, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece]
+    ) -> None:
+        self.nbytes = sum(piece[2] for piece in pieces)
+        self._mover = mover
+        self._sub_group = sub_group
+        self._slot = slot
+        self._pieces = pieces
+
+    def verify(self, expected: Hashes) -> CorruptionError | None:
+        found = self._mover.hash(*block_spans([(piece[3], piece[2]) for piece in self._pieces]))
+        different = np.flatnonzero(found != expected)
+        if not len(different):
+            return None
+        position = index = int(different[0])
+        for piece in self._pieces:
+            count = -(-piece[2] // BLOCK_BYTES)
+            if position < count:
+                break
+            position -= count
+        start = piece[1] + position * BLOCK_BYTES
+        path_index, offset, length = self._sub_group.layout.places[piece[0]].pieces(
+            start, min(BLOCK_BYTES, piece[1] + piece[2] - start)
+        )[0]
+        file = self._slot.files[path_index]
+        path = file.path if file is not None else "?"
+        return CorruptionError(
+            f"sub-group {self._sub_group.key!r}, record {piece[0]!r}, bytes {start} to "
+            f"{start + length}: the checksum is {int(found[index]):016x}, written was "
+            f"{int(expected[index]):016x} ({len(different)} of {len(found)} blocks differ; "
+            f"{path} at offset {self._slot.bases[path_index] + offset}). The device or another "
+            "process changed the file; resume from the last checkpoint or commit"
+        )
+
+
+def _wait(transfer: TransferFuture, io: IOFuture, timeout: float | None) -> None:
+    started = time.perf_counter()
+    try:
+        io.result(timeout)
+    finally:
+        transfer.wait_seconds += time.perf_counter() - started
+
+
+def _concatenate(parts: list[Hashes]) -> Hashes:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+
+
+def _plan(
+    sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], op: int
+) -> tuple[list[Request], list[_BlockRange]]:
+    places = sub_group.layout.places
+    files = slot.files
+    bases = slot.bases
+    requests: list[Request] = []
+    blocks: list[_BlockRange] = []
+    for piece in pieces:
+        name, start, nbytes, address = piece
+        place = places.get(name)
+        if place is None or start % BLOCK_BYTES or nbytes <= 0 or start < 0:
+            raise _bad_piece(sub_group, place, piece)
+        end = start + nbytes
+        if end != place.nbytes and (end > place.nbytes or nbytes % BLOCK_BYTES):
+            raise _bad_piece(sub_group, place, piece)
+        first = place.first_block + start // BLOCK_BYTES
+        blocks.append((first, first - (-nbytes // BLOCK_BYTES)))
+        if len(place.runs) == 1:
+            path, offset = place.runs[0]
+            requests.append(
+                Request(op, _file(files[path]), address, nbytes, bases[path] + offset + start)
+            )
+            continue
+        for path, offset, length in place.pieces(start, nbytes):
+            requests.append(Request(op, _file(files[path]), address, length, bases[path] + offset))
+            address += length
+    return requests, blocks
+
+
+def _file(file: Any) -> Any:
+    if file is None:
+        raise SwapStateError("a run lies in a file that its layout gives no bytes")
+    return file
+
+
+def _bad_piece(sub_group: SubGroup, place: RecordPlace | None, piece: Piece) -> ConfigError:
+    if place is None:
+        known = ", ".join(sub_group.layout.places)
+        return ConfigError(
+            f"sub-group {sub_group.key!r} has no record {piece[0]!r}; it has {known}"
+        )
+    return ConfigError(
+        f"sub-group {sub_group.key!r}, record {piece[0]!r} of {place.nbytes} bytes: a piece of "
+        f"{piece[2]} bytes at {piece[1]} is not whole blocks of {BLOCK_BYTES} bytes inside it"
+    )
+
+
+def _raise_if_bad(sub_group: SubGroup, slot: Slot, blocks: list[_BlockRange]) -> None:
+    for first, end in blocks:
+        for block in range(first, end):
+            error = slot.bad.get(block)
+            if error is not None:
+                raise SwapStateError(
+                    f"sub-group {sub_group.key!r}: block {block} was not written whole and must "
+                    f"be written again before it is read: {error}"
+                ) from error
