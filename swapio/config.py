@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class SwapConfig:
         ConfigError: A value has no meaning; the message names field, value and accepted forms.
     """
 
-    path: str | os.PathLike[str] | tuple[str, ...] | None = setting(  # noqa: RUF009
+    path: str | os.PathLike[str] | Sequence[str] | None = setting(  # noqa: RUF009
         None,
         values.paths,
         "folder, or several",
@@ -156,7 +156,7 @@ class SwapConfig:
         "Sub-groups whose records are smaller, and gradient fragments that are, stay in RAM.",
         "1 MiB: one block; smaller transfers do not reach the bandwidth of a drive.",
     )
-    resident: tuple[str, ...] = setting(
+    resident: Collection[str] = setting(
         (),
         values.names,
         "names",
@@ -313,7 +313,7 @@ class SwapConfig:
         """The folders, () when state stays in RAM."""
         if self.path is None:
             return ()
-        return self.path if isinstance(self.path, tuple) else (os.fspath(self.path),)
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)  # type: ignore[arg-type]
 
     @property
     def swapper(self) -> Literal["pipelined", "partitioned"]:

@@ -19,12 +19,12 @@ COLUMNS_MAX = 100
 
 # From the ground up. A module may import its own layer and those before it.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "pure": ("errors", "align", "partition", "config", "config_*", "_config_*"),
+    "pure": ("errors", "align", "partition", "config", "config_*", "_config_*", "host_limits"),
     "native": ("_aio", "_kernels"),
     "engine": ("aio", "_aio_*"),
     "memory": ("buffers", "_buffers_*"),
     "storage": ("checksum", "store", "filestore", "slots", "tables", "manifest", "commit"),
-    "policy": ("residency", "plan", "swapper", "pipeline"),
+    "policy": ("residency", "plan", "plan_*", "swapper", "pipeline"),
     "durability": ("checkpoint", "checkpoint.*"),
     "optim": ("optim", "optim.*"),
     "edges": ("cli", "cli.*", "demo", "demo.*", "integrations", "integrations.*", "__main__"),

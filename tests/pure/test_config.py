@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,13 @@ GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def _no_variables(monkeypatch):
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("SWAPIO_"):
             monkeypatch.delenv(name)
 
 
-def test_defaults_are_canonical_and_documented():
+def test_defaults_are_canonical_and_documented() -> None:
     config = SwapConfig()
     for field in dataclasses.fields(config):
         about = setting_of(field.name)
@@ -36,8 +37,8 @@ def test_defaults_are_canonical_and_documented():
     assert set(config.sources.values()) == {"default"}
 
 
-def test_every_value_survives_json():
-    config = SwapConfig(path=("/a", "/b"), resident={"exp_avg"}, cpu_affinity="0-2", trace="/t")
+def test_every_value_survives_json() -> None:
+    config = SwapConfig(path=("/a", "/b"), resident={"exp_avg"}, cpu_affinity=(0, 1, 2), trace="/t")
     again = SwapConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config
 
@@ -46,11 +47,11 @@ def test_every_value_survives_json():
     ("given", "expected"),
     [("8GiB", 8 * GIB), ("1e9", 10**9), (1e9, 10**9), ("2 GB", 2 * 10**9), ("auto", "auto")],
 )
-def test_host_memory_forms(given, expected):
+def test_host_memory_forms(given: Any, expected: Any) -> None:
     assert SwapConfig(host_memory=given).host_memory == expected
 
 
-def test_paths_are_absolute(monkeypatch, tmp_path):
+def test_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
     assert SwapConfig(path="run").paths == (str(tmp_path / "run"),)
@@ -93,13 +94,13 @@ def test_paths_are_absolute(monkeypatch, tmp_path):
         ("read_bandwidth", 0, "at least one byte per second"),
     ],
 )
-def test_a_value_without_meaning_is_refused_by_name(name, value, message):
+def test_a_value_without_meaning_is_refused_by_name(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         SwapConfig(**{name: value})
     assert message in str(caught.value)
 
 
-def test_combinations_without_meaning_are_refused():
+def test_combinations_without_meaning_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs master='none'"):
         SwapConfig(stochastic_rounding=True)
     with pytest.raises(ConfigError, match="path_weights has 2 shares for 1 paths"):
@@ -108,19 +109,19 @@ def test_combinations_without_meaning_are_refused():
         SwapConfig(path="/a", host_memory=8)
 
 
-def test_frozen_keyword_only_hashable_and_copyable():
+def test_frozen_keyword_only_hashable_and_copyable() -> None:
     config = SwapConfig(path="/a")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.path = "/b"
+        config.path = "/b"  # type: ignore[misc]
     with pytest.raises(TypeError):
-        SwapConfig("/a")
+        SwapConfig("/a")  # type: ignore[call-arg]
     assert hash(config) == hash(SwapConfig(path="/a"))
     for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert twin == config
         assert twin.sources == config.sources
 
 
-def test_replace_validates_and_keeps_sources():
+def test_replace_validates_and_keeps_sources() -> None:
     config = SwapConfig(path="/a").replace(queue_depth="16")
     assert config.queue_depth == 16
     assert (config.sources["path"], config.sources["queue_depth"]) == ("argument", "argument")
@@ -128,13 +129,13 @@ def test_replace_validates_and_keeps_sources():
         config.replace(queue_dept=1)
 
 
-def test_swapper_follows_the_pipeline_switches():
+def test_swapper_follows_the_pipeline_switches() -> None:
     assert SwapConfig().swapper == "pipelined"
     assert SwapConfig(pipeline_read=False).swapper == "pipelined"
     assert SwapConfig(pipeline_read=False, pipeline_write=False).swapper == "partitioned"
 
 
-def test_coerce_takes_every_form(tmp_path):
+def test_coerce_takes_every_form(tmp_path: Path) -> None:
     assert coerce(None) == SwapConfig()
     assert coerce("/a") == coerce(Path("/a")) == coerce({"path": "/a"}) == SwapConfig(path="/a")
     assert coerce(["/a", "/b"]).paths == ("/a", "/b")
@@ -147,16 +148,16 @@ def test_coerce_takes_every_form(tmp_path):
         coerce(3)
 
 
-def test_resolved_values():
+def test_resolved_values() -> None:
     config = SwapConfig(host_memory="1GiB", cpu_threads=3)
     assert config.resolve_host_memory() == GIB
     assert config.resolve_cpu_threads() == 3
-    assert SwapConfig(cpu_affinity="0,2").resolve_cpu_threads() == 2
+    assert SwapConfig(cpu_affinity=(0, 2)).resolve_cpu_threads() == 2
     assert SwapConfig().resolve_host_memory() > 0
-    assert 1 <= SwapConfig().resolve_cpu_threads() <= os.cpu_count()
+    assert 1 <= SwapConfig().resolve_cpu_threads() <= (os.cpu_count() or 1)
 
 
-def test_describe_names_every_field_and_its_source():
+def test_describe_names_every_field_and_its_source() -> None:
     text = SwapConfig(host_memory="1GiB").describe()
     lines = text.splitlines()
     assert [line.split()[0] for line in lines] == list(field_names())

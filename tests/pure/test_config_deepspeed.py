@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from swapio.config_deepspeed_keys import SECTIONS, TOP_LEVEL
 from swapio.config_sources import from_dict, from_file
 from swapio.errors import ConfigError
 
-INFINITY = {
+INFINITY: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": 1.0,
@@ -65,11 +67,11 @@ INFINITY = {
 }
 
 
-def config(data: dict) -> SwapConfig:
+def config(data: dict[str, Any]) -> SwapConfig:
     return from_dict(data, environment={})
 
 
-def test_a_whole_infinity_file_as_it_is(tmp_path):
+def test_a_whole_infinity_file_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(INFINITY))
     found = from_file(file, environment={})
@@ -88,7 +90,7 @@ def test_a_whole_infinity_file_as_it_is(tmp_path):
     assert found.sources["host_memory"] == "default"
 
 
-def test_the_parts_that_are_no_setting(tmp_path):
+def test_the_parts_that_are_no_setting(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(INFINITY))
     mapping = map_deepspeed_file(file)
@@ -101,7 +103,7 @@ def test_the_parts_that_are_no_setting(tmp_path):
     assert outcomes["aio.block_size"] == "mapped"
 
 
-def test_every_key_that_was_given_is_accounted_for():
+def test_every_key_that_was_given_is_accounted_for() -> None:
     mapping = map_deepspeed(INFINITY)
     accounted = {note.key for note in mapping.notes}
     for name, section in INFINITY.items():
@@ -150,7 +152,7 @@ def test_every_key_that_was_given_is_accounted_for():
         ({"pin_memory": "auto", "block_size": "auto"}, {}),
     ],
 )
-def test_sections_bare_keys_and_old_names(data, expected):
+def test_sections_bare_keys_and_old_names(data: dict[str, Any], expected: Any) -> None:
     if expected == "aio":
         expected = {"block_size": 1 << 20, "io_threads": 2}
     if expected == "own":
@@ -185,7 +187,9 @@ def test_sections_bare_keys_and_old_names(data, expected):
         ({"aio": {"block_size": 1000}}, "from dict: aio.block_size"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name_with_the_reason(data, message):
+def test_what_cannot_be_done_is_refused_by_name_with_the_reason(
+    data: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         config(data)
     assert message in str(caught.value)
@@ -202,19 +206,19 @@ def test_what_cannot_be_done_is_refused_by_name_with_the_reason(data, message):
         ({"optimizer": {"params": {"weight_decy": 0}}}, "'weight_decay'"),
     ],
 )
-def test_unknown_keys_name_section_and_nearest(data, nearest):
+def test_unknown_keys_name_section_and_nearest(data: dict[str, Any], nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {nearest}"):
         config(data)
 
 
-def test_one_error_names_all_refusals():
+def test_one_error_names_all_refusals() -> None:
     with pytest.raises(ConfigError) as caught:
         config({"aio": {"use_gds": True, "typo": 1}, "amp": {"enabled": True}})
     for part in ("aio.use_gds", "'typo'", "amp is"):
         assert part in str(caught.value)
 
 
-def test_switches_that_are_off_are_fine():
+def test_switches_that_are_off_are_fine() -> None:
     data = {
         "amp": {"enabled": False},
         "zero_optimization": {
@@ -228,8 +232,8 @@ def test_switches_that_are_off_are_fine():
     assert config(data) == SwapConfig()
 
 
-def test_adam_of_deepspeed_decays_like_adamw_unless_told():
-    def optimizer(**params):
+def test_adam_of_deepspeed_decays_like_adamw_unless_told() -> None:
+    def optimizer(**params: bool) -> str | None:
         return map_deepspeed({"optimizer": {"type": "Adam", "params": params}}).optimizer
 
     assert optimizer() == "AdamW"
@@ -239,7 +243,7 @@ def test_adam_of_deepspeed_decays_like_adamw_unless_told():
     assert map_deepspeed({"optimizer": {"type": "auto"}}).optimizer is None
 
 
-def test_speculation_ratio_and_cores():
+def test_speculation_ratio_and_cores() -> None:
     mapping = map_deepspeed(
         {"super_offload": True, "ratio": 0.25, "cpuadam_cores_perc": 0.01, "gradient_clipping": 0}
     )
@@ -247,14 +251,14 @@ def test_speculation_ratio_and_cores():
     assert mapping.settings["cpu_threads"] == (1, "cpuadam_cores_perc")
 
 
-def test_a_static_loss_scale_wins_and_fp16_off_means_no_scaler():
+def test_a_static_loss_scale_wins_and_fp16_off_means_no_scaler() -> None:
     static = {"initial_scale_power": 16, "loss_scale_window": 10, "loss_scale": 128}
     mapping = map_deepspeed({"fp16": static})
     assert mapping.scaler == {"init_scale": 128.0, "growth_interval": 2**31 - 1}
     assert map_deepspeed({"fp16": static | {"enabled": False}}).scaler == {}
 
 
-def test_own_section_beside_deepspeeds_wins():
+def test_own_section_beside_deepspeeds_wins() -> None:
     data = {
         "zero_optimization": {"offload_optimizer": {"device": "nvme"}},
         "swapio": {"path": "/own", "durability": "step"},
@@ -264,7 +268,7 @@ def test_own_section_beside_deepspeeds_wins():
     assert found.sources["durability"] == "dict [swapio]"
 
 
-def test_tables_are_consistent():
+def test_tables_are_consistent() -> None:
     assert set(field_names()) & set(known_keys()) == {
         "block_size",
         "pin_memory",

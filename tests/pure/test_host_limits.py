@@ -22,16 +22,18 @@ def tree(root: Path, files: dict[str, object]) -> Path:
     return root
 
 
-MACHINE = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {16 * GIB // 1024} kB"}
+MACHINE: dict[str, object] = {
+    "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {16 * GIB // 1024} kB"
+}
 
 
-def test_without_cgroup_limits_the_machine_decides(tmp_path):
+def test_without_cgroup_limits_the_machine_decides(tmp_path: Path) -> None:
     limits = memory_limits(tree(tmp_path, MACHINE), {})
     assert (limits.available, limits.cgroup_available) == (16 * GIB, None)
     assert limits.auto_host_memory == 8 * GIB
 
 
-def test_v2_the_tightest_ancestor_decides_and_page_cache_counts_as_free(tmp_path):
+def test_v2_the_tightest_ancestor_decides_and_page_cache_counts_as_free(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         MACHINE
@@ -49,7 +51,7 @@ def test_v2_the_tightest_ancestor_decides_and_page_cache_counts_as_free(tmp_path
     assert limits.auto_host_memory == GIB // 2
 
 
-def test_v1(tmp_path):
+def test_v1(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         MACHINE
@@ -63,7 +65,7 @@ def test_v1(tmp_path):
     assert memory_limits(root, {}).available == GIB
 
 
-def test_v1_without_limit(tmp_path):
+def test_v1_without_limit(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         MACHINE
@@ -75,7 +77,7 @@ def test_v1_without_limit(tmp_path):
     assert memory_limits(root, {}).cgroup_available is None
 
 
-def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path):
+def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         MACHINE
@@ -88,7 +90,7 @@ def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path):
     assert memory_limits(root, {}).auto_host_memory == 0
 
 
-def test_no_meminfo_asks_for_a_number(tmp_path):
+def test_no_meminfo_asks_for_a_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give host_memory in bytes"):
         memory_limits(tmp_path, {})
 
@@ -96,11 +98,11 @@ def test_no_meminfo_asks_for_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("text", "ranks"), [(None, 1), ("", 1), ("4", 4), ("0", 1), ("x", 1), ("-2", 1)]
 )
-def test_local_ranks(text, ranks):
+def test_local_ranks(text: str, ranks: int) -> None:
     assert local_ranks({} if text is None else {"LOCAL_WORLD_SIZE": text}) == ranks
 
 
-def test_cpu_threads(tmp_path, monkeypatch):
+def test_cpu_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert auto_cpu_threads(None, tmp_path, {}) == 16
     assert auto_cpu_threads(None, tmp_path, {"LOCAL_WORLD_SIZE": "3"}) == 5
@@ -110,10 +112,13 @@ def test_cpu_threads(tmp_path, monkeypatch):
     assert auto_cpu_threads(None, tmp_path, {}) == 2
 
 
-def test_cpu_quota_of_v1(tmp_path, monkeypatch):
+def test_cpu_quota_of_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     folder = "sys/fs/cgroup/cpu/"
-    files = {"proc/self/cgroup": "4:cpu,cpuacct:/a", folder + "cpu.cfs_period_us": 100000}
+    files: dict[str, object] = {
+        "proc/self/cgroup": "4:cpu,cpuacct:/a",
+        folder + "cpu.cfs_period_us": 100000,
+    }
     tree(tmp_path, files | {folder + "cpu.cfs_quota_us": -1})
     assert auto_cpu_threads(None, tmp_path, {}) == 16
     tree(tmp_path, {folder + "cpu.cfs_quota_us": 400000})

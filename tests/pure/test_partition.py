@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def check_contiguous(plans: list[SubGroupPlan]) -> None:
 
 
 @given(numel_lists, st.integers(1, 200))
-def test_pack_covers_every_element_once_in_order(numels, limit):
+def test_pack_covers_every_element_once_in_order(numels: list[int], limit: int) -> None:
     plans = pack(numels, limit)
     check_contiguous(plans)
     assert covered(plans) == elements(numels)
@@ -59,37 +61,37 @@ def test_pack_covers_every_element_once_in_order(numels, limit):
 
 
 @given(numel_lists, st.integers(CUT_NUMEL, 200))
-def test_pack_cuts_at_multiples_of_a_vector(numels, limit):
+def test_pack_cuts_at_multiples_of_a_vector(numels: list[int], limit: int) -> None:
     cuts = [piece for plan in pack(numels, limit) for piece in plan.fragments]
     assert all(piece.param_offset % CUT_NUMEL == 0 for piece in cuts)
 
 
 @given(numel_lists, st.integers(CUT_NUMEL, 200))
-def test_pack_wastes_less_than_a_vector_per_sub_group(numels, limit):
+def test_pack_wastes_less_than_a_vector_per_sub_group(numels: list[int], limit: int) -> None:
     plans = pack(numels, limit)
     assert all(plan.numel > limit - CUT_NUMEL for plan in plans[:-1])
 
 
-def test_pack_one_large_parameter_into_equal_sub_groups():
+def test_pack_one_large_parameter_into_equal_sub_groups() -> None:
     plans = pack([5 << 20], 2 << 20)
     assert [plan.numel for plan in plans] == [2 << 20, 2 << 20, 1 << 20]
     assert plans[1].fragments == (Fragment(0, 2 << 20, 0, 2 << 20),)
 
 
-def test_pack_nothing():
+def test_pack_nothing() -> None:
     assert pack([], 16) == []
     assert pack([0, 0], 16) == []
     assert pack_whole([0], 16) == []
 
 
-def test_pack_many_small_parameters_share_sub_groups():
+def test_pack_many_small_parameters_share_sub_groups() -> None:
     plans = pack([1024] * 100_000, 16 << 20)
     assert len(plans) == 7
     assert sum(len(plan.fragments) for plan in plans) == 100_000
 
 
 @given(numel_lists, st.integers(1, 200))
-def test_pack_whole_never_cuts(numels, limit):
+def test_pack_whole_never_cuts(numels: list[int], limit: int) -> None:
     plans = pack_whole(numels, limit)
     check_contiguous(plans)
     assert covered(plans) == elements(numels)
@@ -99,7 +101,7 @@ def test_pack_whole_never_cuts(numels, limit):
 
 
 @pytest.mark.parametrize("function", [pack, pack_whole])
-def test_pack_refuses_bad_counts(function):
+def test_pack_refuses_bad_counts(function: Any) -> None:
     with pytest.raises(ConfigError, match="sub_group_numel is 0"):
         function([1], 0)
     with pytest.raises(ConfigError, match="parameter 1 has -2 elements"):
@@ -107,7 +109,7 @@ def test_pack_refuses_bad_counts(function):
 
 
 @given(st.integers(0, 1000), world_sizes, st.integers(1, 20))
-def test_shards_tile_the_buffer(numel, world_size, alignment):
+def test_shards_tile_the_buffer(numel: int, world_size: int, alignment: int) -> None:
     shards = [shard_bounds(numel, world_size, r, alignment=alignment) for r in range(world_size)]
     position = 0
     for shard in shards:
@@ -120,19 +122,21 @@ def test_shards_tile_the_buffer(numel, world_size, alignment):
     assert padded.pop() % alignment == 0
 
 
-def test_shards_of_fewer_elements_than_ranks_are_empty_at_the_end():
+def test_shards_of_fewer_elements_than_ranks_are_empty_at_the_end() -> None:
     assert [shard_bounds(2, 4, rank).numel for rank in range(4)] == [1, 1, 0, 0]
     assert [shard_bounds(0, 3, rank).numel for rank in range(3)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(0, 0), (2, 2), (2, -1)])
-def test_shard_bounds_refuses_a_rank_outside_the_world(world_size, rank):
+def test_shard_bounds_refuses_a_rank_outside_the_world(world_size: int, rank: int) -> None:
     with pytest.raises(ConfigError, match="is not a rank"):
         shard_bounds(4, world_size, rank)
 
 
 @given(numel_lists, world_sizes, st.integers(1, 20))
-def test_flat_partition_covers_every_element_once(numels, world_size, alignment):
+def test_flat_partition_covers_every_element_once(
+    numels: list[int], world_size: int, alignment: int
+) -> None:
     flat = partition_flat(numels, world_size, alignment=alignment)
     found = []
     for rank in range(world_size):
@@ -148,14 +152,16 @@ def test_flat_partition_covers_every_element_once(numels, world_size, alignment)
 
 
 @given(numel_lists, world_sizes)
-def test_owners_are_the_fragments_seen_from_the_parameter(numels, world_size):
+def test_owners_are_the_fragments_seen_from_the_parameter(
+    numels: list[int], world_size: int
+) -> None:
     flat = partition_flat(numels, world_size)
     from_ranks = [(rank, piece) for rank in range(world_size) for piece in flat.fragments(rank)]
     from_params = [pair for index in range(len(numels)) for pair in flat.owners(index)]
     assert sorted(from_params) == sorted(from_ranks)
 
 
-def test_an_odd_matrix_straddles_a_boundary_and_pads_the_last_shard():
+def test_an_odd_matrix_straddles_a_boundary_and_pads_the_last_shard() -> None:
     flat = partition_flat([10, 17 * 33, 5], 4)
     assert flat.shard_numel == 144
     assert flat.padding_numel == 0
@@ -165,7 +171,7 @@ def test_an_odd_matrix_straddles_a_boundary_and_pads_the_last_shard():
     assert odd.fragments(1) == (Fragment(0, 281, 0, 280),)
 
 
-def test_partition_flat_refuses_bad_counts():
+def test_partition_flat_refuses_bad_counts() -> None:
     with pytest.raises(ConfigError, match="world_size is 0"):
         partition_flat([1], 0)
     with pytest.raises(ConfigError, match="alignment is 0"):
@@ -173,7 +179,9 @@ def test_partition_flat_refuses_bad_counts():
 
 
 @given(numel_lists, world_sizes, st.integers(1, 500))
-def test_buckets_cover_every_gradient_once_and_pad_the_rest(numels, world_size, limit):
+def test_buckets_cover_every_gradient_once_and_pad_the_rest(
+    numels: list[int], world_size: int, limit: int
+) -> None:
     buckets = plan_buckets(numels, world_size, limit)
     found = []
     for bucket in buckets:
@@ -191,7 +199,7 @@ def test_buckets_cover_every_gradient_once_and_pad_the_rest(numels, world_size, 
 
 
 @given(numel_lists, world_sizes, st.integers(1, 500))
-def test_each_rank_receives_its_own_row(numels, world_size, limit):
+def test_each_rank_receives_its_own_row(numels: list[int], world_size: int, limit: int) -> None:
     for bucket in plan_buckets(numels, world_size, limit):
         for rank in range(world_size):
             row = range(rank * bucket.shard_numel, (rank + 1) * bucket.shard_numel)
@@ -201,13 +209,13 @@ def test_each_rank_receives_its_own_row(numels, world_size, limit):
                 assert (copy.param_offset, copy.numel) == (bounds.start, bounds.numel)
 
 
-def test_buckets_follow_the_order_of_backward():
+def test_buckets_follow_the_order_of_backward() -> None:
     assert [b.param_indices for b in plan_buckets([4, 4, 4], 2, 8)] == [(2, 1), (0,)]
     ordered = plan_buckets([4, 4, 4], 2, 8, order=[1, 0, 2])
     assert [b.param_indices for b in ordered] == [(1, 0), (2,)]
 
 
-def test_buckets_refuse_an_order_that_is_no_permutation():
+def test_buckets_refuse_an_order_that_is_no_permutation() -> None:
     with pytest.raises(ConfigError, match="order must name each of the 2"):
         plan_buckets([1, 1], 1, 4, order=[0, 0])
     with pytest.raises(ConfigError, match="bucket_numel is 0"):
@@ -215,7 +223,7 @@ def test_buckets_refuse_an_order_that_is_no_permutation():
 
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 8))
-def test_owners_are_balanced_by_cost(costs, num_owners):
+def test_owners_are_balanced_by_cost(costs: list[int], num_owners: int) -> None:
     owners = assign_owners(costs, num_owners)
     assert owners == assign_owners(costs, num_owners)
     loads = [0] * num_owners
@@ -224,13 +232,13 @@ def test_owners_are_balanced_by_cost(costs, num_owners):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-def test_assign_owners_needs_an_owner():
+def test_assign_owners_needs_an_owner() -> None:
     with pytest.raises(ConfigError, match="num_owners is 0"):
         assign_owners([1.0], 0)
 
 
 @given(st.integers(0, 1000), st.integers(1, 99))
-def test_cut_pieces_tile(numel, piece):
+def test_cut_pieces_tile(numel: int, piece: int) -> None:
     pieces = cut_pieces(numel, piece)
     assert [e for start, n in pieces for e in range(start, start + n)] == list(range(numel))
     assert all(n <= piece for _, n in pieces)

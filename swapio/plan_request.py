@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner is asked, and the bytes of a sub-group in RAM, on storage and on the way. Pure.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swapio.align import PAGE_BYTES, num_blocks, round_up
+from swapio.config import SwapConfig
+from swapio.plan_forms import RecordSize, SubGroupSize
+from swapio.plan_time import Rates
+
+_TABLE_BYTES_PER_BLOCK = 16
+# 8 for the live slot's checksum, 8 for that of the slot being written.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What the planner decides from. All sizes in bytes unless they say elements.
+
+    Attributes:
+        sub_groups: In the order in which they are stepped.
+        host_memory: The budget.
+        chunk_numel: Elements of a chunk, or "auto".
+        pipeline_read: Whether reads overlap the update.
+        pipeline_write: Whether writes overlap the update.
+        min_swap_bytes: Sub-groups with smaller records stay in RAM.
+        durability: "checkpoint", "step" or "power".
+        spare_slots: Slots beyond what durability needs; None is one.
+        checksum: Whether blocks are checksummed.
+        in_flight_bytes: Bytes that the engine keeps in flight: queue depth times block size.
+        workspace_bytes: Newton-Schulz, gather and other scratch that the optimizer asks for.
+        gradient_bytes: RAM for streamed gradients.
+        rates: Measured speeds, where they are known.
+        disk_free_bytes: Free space of the paths together, where it is known.
+        has_storage: False when there is no path: then all state must fit in the budget.
+    """
+
+    sub_groups: tuple[SubGroupSize, ...]
+    host_memory: int
+    chunk_numel: int | Literal["auto"] = "auto"
+    pipeline_read: bool = True
+    pipeline_write: bool = True
+    min_swap_bytes: int = 1 << 20
+    durability: str = "checkpoint"
+    spare_slots: int | None = None
+    checksum: bool = True
+    in_flight_bytes: int = 16 << 20
+    workspace_bytes: int = 0
+    gradient_bytes: int = 0
+    rates: Rates = dataclasses.field(default_factory=Rates)
+    disk_free_bytes: int | None = None
+    has_storage: bool = True
+
+    @classmethod
+    def from_config(
+        cls, config: SwapConfig, sub_groups: Sequence[SubGroupSize], **more: Any
+    ) -> PlanRequest:
+        """Take what a SwapConfig says; `more` are fields of PlanRequest, and win."""
+        rates = Rates(
+            read=config.read_bandwidth, write=config.write_bandwidth, mixed=config.mixed_bandwidth
+        )
+        given: dict[str, Any] = {
+            "host_memory": config.resolve_host_memory() if "host_memory" not in more else 0,
+            "chunk_numel": config.chunk_numel,
+            "pipeline_read": config.pipeline_read,
+            "pipeline_write": config.pipeline_write,
+            "min_swap_bytes": config.min_swap_bytes,
+            "durability": config.durability,
+            "spare_slots": config.spare_slots,
+            "checksum": config.checksum,
+            "in_flight_bytes": config.queue_depth * config.block_size,
+            "rates": rates,
+            "has_storage": bool(config.paths),
+        }
+        return cls(sub_groups=tuple(sub_groups), **(given | more))
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether resident state is written in each step."""
+        return self.durability != "checkpoint" and self.has_storage
+
+
+def tagged(group: SubGroupSize) -> SubGroupSize:
+    """Return the sub-group with only the records that are tagged resident."""
+    return group._replace(records=tuple(r for r in group.records if r.is_resident))
+
+
+def untagged(group: SubGroupSize) -> SubGroupSize:
+    """Return the sub-group without the records that are tagged resident."""
+    return group._replace(records=tuple(r for r in group.records if not r.is_resident))
+
+
+def record_bytes(numel: int, record: RecordSize) -> int:
+    """Return the bytes of a record in a buffer or slot, padded to a page."""
+    return round_up(numel * record.item_bytes, PAGE_BYTES)
+
+
+def ram_bytes(group: SubGroupSize) -> int:
+    """Return what the records take when they are resident; a written parameter is the user's."""
+    return sum(record_bytes(group.numel, r) for r in group.records if r.is_read)
+
+
+def must_stay(group: SubGroupSize, request: PlanRequest) -> bool:
+    """Whether a sub-group stays in RAM because its records are small, or because all are."""
+    swapped = sum(group.numel * r.item_bytes for r in group.records if not r.is_resident)
+    return swapped < max(1, request.min_swap_bytes)
+
+
+def small_bytes(group: SubGroupSize, request: PlanRequest) -> int:
+    """Return the bytes of checksum tables and lists beside the records."""
+    if not (request.checksum and request.has_storage):
+        return group.small_bytes
+    blocks = sum(num_blocks(group.numel * r.item_bytes) for r in group.records)
+    return group.small_bytes + blocks * _TABLE_BYTES_PER_BLOCK
+
+
+def chunk_bytes(group: SubGroupSize, numel: int) -> int:
+    """Return the bytes of a buffer for `numel` elements of each record."""
+    return sum(record_bytes(numel, record) for record in group.records)
+
+
+def step_bytes(group: SubGroupSize, resident: bool, request: PlanRequest) -> tuple[int, int]:
+    """Return the bytes read and written for a sub-group in a step."""
+    if not request.has_storage:
+        return 0, 0
+    read = written = 0
+    for record in group.records:
+        nbytes = group.numel * record.item_bytes
+        in_ram = resident or record.is_resident
+        read += nbytes if record.is_read and not in_ram else 0
+        written += nbytes if not in_ram or request.writes_through else 0
+    return read, written
+
+
+def slot_bytes(group: SubGroupSize, resident: bool, request: PlanRequest) -> int:
+    """Return the bytes of one slot: records on storage, each aligned, and the table's pages."""
+    if not request.has_storage:
+        return 0
+    on_storage = [
+        record
+        for record in group.records
+        if request.writes_through or not (resident or record.is_resident)
+    ]
+    if not on_storage:
+        return 0
+    table = sum(num_blocks(group.numel * r.item_bytes) * 8 for r in on_storage) + group.small_bytes
+    records = sum(record_bytes(group.numel, record) for record in on_storage)
+    return records + round_up(table + PAGE_BYTES, PAGE_BYTES)
