@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The body of every ISA object: define SWAPIO_ISA, include the simd header, then this.
+#ifndef SWAPIO_PREFETCH_NUMEL
+#define SWAPIO_PREFETCH_NUMEL 256
+#endif
+
+// clang-format off: each needs the one before
+#include "memory-inl.h"
+#include "adam-inl.h"
+#include "elementwise-inl.h"
+// clang-format on
+
+namespace swapio {
+namespace SWAPIO_ISA {
+
+void fill_table(KernelTable& table) {
+  fill_adam(table);
+  fill_elementwise(table);
+}
+
+}  // namespace SWAPIO_ISA
+}  // namespace swapio

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+SPAN_DTYPE: np.dtype[np.void]
+HYPER_DTYPE: np.dtype[np.void]
+DECOUPLED: int
+BIAS_CORRECTION: int
+MAXIMIZE: int
+has_xxh3: bool
+
+def adam_step_spans(
+    form: int,
+    spans: NDArray[np.void],
+    hypers: NDArray[np.void],
+    *,
+    grad_scale: float = 1.0,
+    ties: NDArray[np.uint32] | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+) -> NDArray[np.uint32] | None: ...
+def adam_rescale_spans(
+    form: int,
+    spans: NDArray[np.void],
+    hypers: NDArray[np.void],
+    *,
+    old_scale: float,
+    new_scale: float,
+    ties: NDArray[np.uint32] | None = None,
+    threads: int | None = None,
+) -> NDArray[np.uint32] | None: ...
+def adam_rollback_spans(
+    form: int,
+    spans: NDArray[np.void],
+    hypers: NDArray[np.void],
+    *,
+    grad_scale: float = 1.0,
+    ties: NDArray[np.uint32] | None = None,
+    threads: int | None = None,
+) -> NDArray[np.uint32] | None: ...
+def grad_stats_spans(
+    addresses: ArrayLike, numels: ArrayLike, dtype: int, *, threads: int | None = None
+) -> tuple[float, bool]: ...
+def square_sum_spans(
+    addresses: ArrayLike, numels: ArrayLike, dtype: int, *, threads: int | None = None
+) -> NDArray[np.float64]: ...
+def hash_spans(
+    addresses: ArrayLike, nbytes: ArrayLike, *, threads: int | None = None
+) -> NDArray[np.uint64]: ...
+def convert_spans(
+    src: ArrayLike,
+    dst: ArrayLike,
+    numels: ArrayLike,
+    src_dtype: int,
+    dst_dtype: int,
+    *,
+    threads: int | None = None,
+) -> None: ...
+def copy_spans(
+    src: ArrayLike, dst: ArrayLike, nbytes: ArrayLike, *, threads: int | None = None
+) -> None: ...
+def fill_spans(
+    dst: ArrayLike, nbytes: ArrayLike, *, value: int = 0, threads: int | None = None
+) -> None: ...
+def split_master_spans(
+    master: ArrayLike,
+    high: ArrayLike,
+    low: ArrayLike,
+    numels: ArrayLike,
+    positions: ArrayLike,
+    *,
+    threads: int | None = None,
+) -> NDArray[np.uint32]: ...
+def join_master_spans(
+    high: ArrayLike,
+    low: ArrayLike,
+    master: ArrayLike,
+    numels: ArrayLike,
+    positions: ArrayLike,
+    *,
+    ties: NDArray[np.uint32] | None = None,
+    threads: int | None = None,
+) -> None: ...
+def simd_level() -> str: ...
+def simd_levels() -> list[str]: ...
+def set_simd_level(name: str) -> None: ...
+def set_threads(num_threads: int, cores: Sequence[int] = ...) -> None: ...
+def num_threads() -> int: ...
+def thread_cores() -> list[int]: ...
+def default_num_threads() -> int: ...
+def stop_threads() -> None: ...
