@@ -19,12 +19,19 @@ COLUMNS_MAX = 100
 
 # From the ground up. A module may import its own layer and those before it.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "pure": ("errors", "align", "partition", "config", "config_*", "_config_*", "host_limits"),
+    "pure": ("errors", "align", "partition", "config", "config_*", "host_limits"),
     "native": ("_aio", "_kernels"),
     "engine": ("aio", "_aio_*"),
     "memory": ("buffers", "_buffers_*"),
-    "storage": ("checksum", "store", "filestore", "slots", "tables", "manifest", "commit"),
-    "policy": ("residency", "plan", "plan_*", "swapper", "pipeline"),
+    "storage": (
+        *("checksum", "store", "filestore", "filesystem", "slots", "slotfiles", "tables"),
+        *("manifest", "commit", "commitlog", "committer", "holds", "leftovers", "locking"),
+        *("provision", "recovery", "storefolders", "striping", "tasks", "transaction", "transfer"),
+    ),
+    "policy": (
+        *("residency", "plan", "plan_*", "subgroup", "views", "lifecycle", "access", "gradients"),
+        *("cache", "swapper", "pipeline", "runtime"),
+    ),
     "durability": ("checkpoint", "checkpoint.*"),
     "optim": ("optim", "optim.*"),
     "edges": ("cli", "cli.*", "demo", "demo.*", "integrations", "integrations.*", "__main__"),
@@ -32,6 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 ORDER = list(LAYERS)
 MAY_PRINT = ("swapio.cli", "swapio.demo", "swapio.__main__")
 MAY_USE_DISTRIBUTED = ("swapio.optim.zero.comm", "swapio.integrations")
+MAY_BLOCK = {"close", "join", "result", "wait", "drain", "acquire", "release", "unlink"}
 ASSERT_MAY_CALL = {"isinstance", "len", "all", "any", "issubclass", "type"}
 # The inner loops of these are single expressions over many fields; none so far.
 LONG_FUNCTIONS_ALLOWED: frozenset[str] = frozenset()
@@ -162,8 +170,16 @@ def test_library_neither_prints_nor_works_in_asserts_or_del(path: Path) -> None:
         if isinstance(node, ast.Assert):
             calls = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
             assert calls <= ASSERT_MAY_CALL, f"{where}: an assert calls {calls - ASSERT_MAY_CALL}"
-        if isinstance(node, ast.FunctionDef):
-            assert node.name != "__del__", f"{where}: no work in __del__"
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            calls = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            calls = {call.rpartition(".")[2] for call in calls}
+            assert not calls & MAY_BLOCK, f"{where}: __del__ may block in {calls & MAY_BLOCK}"
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    has_docstring = ast.get_docstring(node) is not None
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -174,7 +190,7 @@ def test_python_sizes_and_first_line(path: Path) -> None:
     assert len(lines) <= FILE_LINES_MAX
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
             name = f"{module_name(path)}.{node.name}"
             assert length <= FUNCTION_LINES_MAX or name in LONG_FUNCTIONS_ALLOWED, (
                 f"{name}: {length}"

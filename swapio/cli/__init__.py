@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from swapio.errors import SwapioError
 
-COMMANDS: tuple[str, ...] = ()
+COMMANDS: tuple[str, ...] = ("info",)
 
 
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:

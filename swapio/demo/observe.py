@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a training run from outside: times, bytes and memory, through torch's own hooks.
+
+Invariant: the training loop and the optimizer are the same with and without it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+SAMPLE_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the device gave in a short measurement, in bytes per second; zeros if not measured."""
+
+    read: float = 0.0
+    write: float = 0.0
+    mixed: float = 0.0
+
+    def share(self, read_bytes: float, write_bytes: float, seconds: float) -> float:
+        """Return the fraction of the device that moving these bytes in `seconds` is.
+
+        1.0 means that nothing could have been faster: the bytes of both directions at the rate
+        measured for both at once, and what one direction has more at its own rate.
+        """
+        if not (self.mixed and seconds > 0):
+            return 0.0
+        both = 2 * min(read_bytes, write_bytes)
+        rest = (read_bytes - both / 2) / self.read + (write_bytes - both / 2) / self.write
+        return (both / self.mixed + rest) / seconds
+
+
+@dataclass
+class Step:
+    """One training step: moments in seconds on `perf_counter`, bytes, and the loss."""
+
+    loss: float = 0.0
+    start: float = 0.0
+    forward_end: float = 0.0
+    update_start: float = 0.0
+    update_end: float = 0.0
+    end: float = 0.0
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+    stall_seconds: float = 0.0
+
+
+@dataclass
+class Sample:
+    """Bytes moved since construction, at a moment."""
+
+    time: float
+    read_bytes: float
+    write_bytes: float
+
+
+@dataclass
+class Run:
+    """What one training run left behind."""
+
+    label: str
+    num_parameters: int
+    tokens_per_step: int
+    steps: list[Step] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+    state_bytes: float = 0.0
+    process_bytes: int = 0
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [step.loss for step in self.steps]
+
+    @property
+    def settled(self) -> list[Step]:
+        """The steps without the first two, which also pay for first uses of memory and files."""
+        return self.steps[2:] or self.steps
+
+
+def process_bytes() -> int:
+    """Return the memory of this process that no file backs (RssAnon + RssShmem)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return sum(1024 * int(kib) for kib in re.findall(r"Rss(?:Anon|Shmem):\s*(\d+) kB", status))
+
+
+def counters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's counters; a torch optimizer has none."""
+    stats = getattr(optimizer, "stats", None)
+    return dict(stats()) if callable(stats) else {}
+
+
+class Observer:
+    """Records a run's steps and shows a progress bar; call it with each step's loss.
+
+    Args:
+        run: Filled while training.
+        model: Its forward pass is timed.
+        optimizer: Its `step` is timed and its counters are read.
+        device: For the share of the device; zeros leave it out.
+        num_steps: Length of the bar.
+        quiet: No bar.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device: Device,
+        num_steps: int,
+        quiet: bool = False,
+    ) -> None:
+        self._run, self._optimizer, self._device = run, optimizer, device
+        self._num_steps = num_steps
+        self._bar = tqdm(total=num_steps, desc=run.label, unit="step", disable=quiet)
+        self._hooks = [
+            model.register_forward_hook(self._on_forward_end),
+            optimizer.register_step_pre_hook(self._on_update_start),
+            optimizer.register_step_post_hook(self._on_update_end),
+        ]
+        self._counters = counters_of(optimizer)
+        self._sampler: Sampler | None = None
+        self._step = self._next_step()
+
+    def __call__(self, loss: float) -> None:
+        """End the current step."""
+        step = self._step
+        step.end, step.loss = time.perf_counter(), loss
+        counters = counters_of(self._optimizer)
+        step.read_bytes = self._since("read_bytes", counters)
+        step.write_bytes = self._since("write_bytes", counters)
+        step.stall_seconds = self._since("stall_seconds", counters)
+        self._counters = counters
+        self._run.steps.append(step)
+        self._run.process_bytes = max(self._run.process_bytes, process_bytes())
+        self._show(step)
+        self._step = self._next_step()
+
+    def close(self) -> None:
+        """Take the hooks away and end the bar."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stop_sampler()
+        self._bar.close()
+
+    def _next_step(self) -> Step:
+        self._stop_sampler()
+        if len(self._run.steps) == self._num_steps - 1 and self._counters:
+            self._sampler = Sampler(self._optimizer, self._run.samples)
+        return Step(start=time.perf_counter())
+
+    def _stop_sampler(self) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+
+    def _since(self, name: str, counters: dict[str, Any]) -> float:
+        return float(counters.get(name, 0)) - float(self._counters.get(name, 0))
+
+    def _on_forward_end(self, *_: object) -> None:
+        self._step.forward_end = time.perf_counter()
+
+    def _on_update_start(self, *_: object) -> None:
+        self._step.update_start = time.perf_counter()
+
+    def _on_update_end(self, *_: object) -> None:
+        self._step.update_end = time.perf_counter()
+
+    def _show(self, step: Step) -> None:
+        seconds = step.end - step.start
+        text = f"loss {step.loss:.4f}, {self._run.tokens_per_step / seconds:,.0f} tokens/s"
+        if step.read_bytes or step.write_bytes:
+            update = step.update_end - step.update_start
+            text += f", read {step.read_bytes / update / 1e9:.2f} GB/s"
+            text += f", written {step.write_bytes / update / 1e9:.2f} GB/s"
+            share = self._device.share(step.read_bytes, step.write_bytes, update)
+            text += f", {share:.0%} of the device" if share else ""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+
+
+class Sampler:
+    """Reads an optimizer's counters in a thread of its own until `stop`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> None:
+        self._optimizer, self._samples = optimizer, samples
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="swapio-demo-sampler", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            counters = counters_of(self._optimizer)
+            moved = (float(counters.get(name, 0)) for name in ("read_bytes", "write_bytes"))
+            self._samples.append(Sample(time.perf_counter(), *moved))
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._done.set()
+        self._thread.join()

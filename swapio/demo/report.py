@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's verdict: what differs (nothing), what each run cost, and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swapio.demo.observe import Device, Run, Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def differences(first: Run, second: Run) -> list[str]:
+    """Say what differs between two runs, bit by bit; an empty list means nothing."""
+    found = []
+    pairs = zip(first.losses, second.losses, strict=True)
+    unequal = [index for index, (a, b) in enumerate(pairs) if a != b]
+    if unequal:
+        found.append(f"{len(unequal)} losses differ, the first at step {unequal[0] + 1}")
+    pairs_of_tensors = zip(first.parameters, second.parameters, strict=True)
+    changed = sum(not torch.equal(a, b) for a, b in pairs_of_tensors)
+    if changed:
+        found.append(f"{changed} of {len(first.parameters)} parameters differ")
+    return found
+
+
+def summary(run: Run, device: Device) -> dict[str, Any]:
+    """Return a run's figures by name, medians of the settled steps, in SI units."""
+
+    def median(value: Callable[[Step], float]) -> float:
+        return statistics.median(map(value, run.settled))
+
+    read, written = median(lambda step: step.read_bytes), median(lambda step: step.write_bytes)
+    update = median(lambda step: step.update_end - step.update_start)
+    return {
+        "first_loss": run.losses[0],
+        "last_loss": run.losses[-1],
+        "state_bytes_in_ram": run.state_bytes,
+        "process_bytes": run.process_bytes,
+        "read_bytes_per_parameter": read / run.num_parameters,
+        "written_bytes_per_parameter": written / run.num_parameters,
+        "step_seconds": median(lambda step: step.end - step.start),
+        "update_seconds": update,
+        "stall_seconds": median(lambda step: step.stall_seconds),
+        "gb_per_second": (read + written) / update / 1e9,
+        "share_of_device": device.share(read, written, update),
+    }
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:,.0f} MB"
+
+
+ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss of the first step", "first_loss", repr),
+    ("loss of the last step", "last_loss", repr),
+    ("RAM held for optimizer state", "state_bytes_in_ram", _megabytes),
+    ("RAM of the process, all included", "process_bytes", _megabytes),
+    ("read per parameter and step", "read_bytes_per_parameter", lambda v: f"{v:.2f} bytes"),
+    ("written per parameter and step", "written_bytes_per_parameter", lambda v: f"{v:.2f} bytes"),
+    ("whole step", "step_seconds", lambda v: f"{v * 1e3:.1f} ms"),
+    ("  of it in optimizer.step()", "update_seconds", lambda v: f"{v * 1e3:.1f} ms"),
+    ("  of it waiting for I/O", "stall_seconds", lambda v: f"{v * 1e3:.1f} ms"),
+    ("moved during optimizer.step()", "gb_per_second", lambda v: f"{v:.2f} GB/s"),
+    ("  share of the device", "share_of_device", lambda v: f"{v:.0%}" if v else "-"),
+)
+
+
+def table(runs: list[Run], device: Device) -> str:
+    """Return the final table as text."""
+    figures = [summary(run, device) for run in runs]
+    cells = [["", *(run.label for run in runs)]]
+    cells += [[title, *(form(figure[key]) for figure in figures)] for title, key, form in ROWS]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([row[0].ljust(widths[0]), *rest]))
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def draw(runs: list[Run], file: Path) -> bool:
+    """Write a PNG with the loss curves and one step's time line.
+
+    Returns:
+        Whether matplotlib was there to draw it.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (losses, line) = pyplot.subplots(
+        2, 1, figsize=(10, 8), height_ratios=(3, 2), layout="constrained"
+    )
+    _draw_losses(losses, runs)
+    _draw_time_line(line, runs[-1])
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def _draw_losses(axes: Axes, runs: list[Run]) -> None:
+    # The first curve is wide and pale, so that the second is seen to lie on it.
+    for run, width, alpha in zip(runs, (5.0, 1.5), (0.35, 1.0), strict=True):
+        steps = range(1, len(run.losses) + 1)
+        axes.plot(steps, run.losses, label=run.label, linewidth=width, alpha=alpha)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="The same training, twice")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_time_line(axes: Axes, run: Run) -> None:
+    step = run.steps[-1]
+    phases = (
+        ("forward", step.start, step.forward_end, "tab:blue"),
+        ("backward", step.forward_end, step.update_start, "tab:purple"),
+        ("optimizer.step()", step.update_start, step.update_end, "tab:green"),
+    )
+    for name, start, end, color in phases:
+        begin, length = (start - step.start) * 1e3, (end - start) * 1e3
+        axes.axvspan(begin, begin + length, color=color, alpha=0.15)
+        axes.text(begin + length / 2, 1.02, name, color=color, ha="center", va="bottom",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
+    times, read, written = _rates(run, step)
+    axes.step(times, read, where="pre", label="read", color="tab:orange")
+    axes.step(times, written, where="pre", label="written", color="tab:red")
+    axes.set(xlabel="milliseconds since the step began", ylabel="GB/s")
+    axes.set_title(f"The last step, {run.label}", pad=22)
+    axes.set_xlim(0, (step.end - step.start) * 1e3)
+    axes.set_ylim(bottom=0)
+    if times:
+        axes.legend(loc="upper left")
+
+
+def _rates(run: Run, step: Step) -> tuple[list[float], list[float], list[float]]:
+    """Turn counter samples to rates over windows of about a hundredth of the step."""
+    window = (step.end - step.start) / 100
+    times: list[float] = []
+    read: list[float] = []
+    written: list[float] = []
+    previous = run.samples[0] if run.samples else None
+    for sample in run.samples:
+        if previous is None or sample.time - previous.time < window:
+            continue
+        seconds = sample.time - previous.time
+        times.append((sample.time - step.start) * 1e3)
+        read.append((sample.read_bytes - previous.read_bytes) / seconds / 1e9)
+        written.append((sample.write_bytes - previous.write_bytes) / seconds / 1e9)
+        previous = sample
+    return times, read, written
