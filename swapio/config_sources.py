@@ -272,12 +272,20 @@ def _own_section(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     return dict(data), {}
 
 
-def describe(config: SwapConfig) -> str:
-    """Return a table of every field, its value and where the value came from."""
+def describe(config: SwapConfig, *, changed: bool = False) -> str:
+    """Return a table of fields, their values and where the values came from.
+
+    Args:
+        config: What to show.
+        changed: Leave out what is at its default.
+    """
+    sources = config.sources
     rows = [
-        (name, _shown(name, getattr(config, name)), config.sources[name]) for name in field_names()
+        (name, _shown(name, getattr(config, name)), sources[name])
+        for name in field_names()
+        if not changed or sources[name] != DEFAULT_SOURCE
     ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     return "\n".join(
         f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows
     )
