@@ -16,7 +16,12 @@ from collections.abc import Sequence
 
 from swapio.errors import SwapioError
 
-COMMANDS: tuple[str, ...] = ("info",)
+# Command to module of this package.
+COMMANDS = {
+    "info": "info",
+    "bench": "bench",
+    "tune": "tune",
+}
 
 
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
@@ -26,7 +31,7 @@ def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command")
     for command in commands:
-        importlib.import_module(f"swapio.cli.{command}").add_parser(subparsers)
+        importlib.import_module(f"swapio.cli.{COMMANDS[command]}").add_parser(subparsers)
     return parser
 
 
