@@ -18,6 +18,7 @@ from swapio.config_deepspeed_rules import (
     refused_if_on,
     to_argument,
     to_field,
+    to_group,
 )
 from swapio.config_values import automatic, choice, flag, parse_size, seconds
 from swapio.errors import ConfigError
@@ -208,7 +209,7 @@ _STAGE3 = (
 OFFLOAD_OPTIMIZER: dict[str, Rule] = {
     "device": custom("`path`: None (RAM) for cpu and none, `nvme_path` for nvme", _device),
     "nvme_path": custom("`path`", _nvme_path),
-    "buffer_count": custom(f"checked to be at least 1; {_BUFFERS}", _buffer_count),
+    "buffer_count": custom(f"{_BUFFERS}; 0 is refused", _buffer_count, outcome="noted"),
     "buffer_size": noted(_BUFFERS),
     "pin_memory": to_field("pin_memory", automatic(flag)),
     "pipeline": custom("`pipeline_read` and `pipeline_write`", _pipeline),
@@ -237,7 +238,7 @@ AIO: dict[str, Rule] = {
 }
 
 OFFLOAD_PARAM: dict[str, Rule] = {
-    "device": Rule("refused", "nvme: swapio does not move parameters", _offload_param_device),
+    "device": Rule("refused", "when nvme: swapio does not move parameters", _offload_param_device),
     **_all_noted(
         "parameters are not moved by swapio",
         "nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline_read "
@@ -310,13 +311,17 @@ OPTIMIZER_PARAMS: dict[str, Rule] = {
     "torch_adam": noted("swapio's own kernel is used; it equals torch's within rounding"),
     "fused": noted("one fused kernel is always used"),
     "adam_w_mode": noted("decides between AdamW (the default of DeepSpeed's Adam) and Adam"),
-    "bias_correction": custom("refused when false: it is always applied", _bias_correction),
+    "bias_correction": custom(
+        "when false: it is always applied", _bias_correction, outcome="refused"
+    ),
     "amsgrad": refused_if_on("amsgrad has no kernel"),
     "fp32_optimizer_states": custom("`state_dtype`", _fp32_states),
-    "muon_lr": noted("set lr on the param groups with use_muon"),
-    "adam_lr": noted("set lr on the param groups without use_muon"),
-    "per_head_muon": custom("refused when on: set num_heads on the param groups", _per_head),
-    "ns_method": custom("noted: chosen by the shape of the matrix", _ns_method),
+    "muon_lr": to_group("muon", "lr"),
+    "adam_lr": to_group("adamw", "lr"),
+    "per_head_muon": custom(
+        "when on: set num_heads on the param groups", _per_head, outcome="refused"
+    ),
+    "ns_method": custom("chosen by the shape of the matrix", _ns_method, outcome="noted"),
 }
 
 ZERO["per_head_muon"] = OPTIMIZER_PARAMS["per_head_muon"]

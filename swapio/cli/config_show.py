@@ -69,6 +69,8 @@ def _text(mapping: DeepSpeedMapping) -> str:
     if mapping.optimizer or mapping.arguments:
         arguments = ", ".join(f"{name}={value!r}" for name, value in mapping.arguments.items())
         lines.append(f"optimizer: swapio.optim.{mapping.optimizer or '...'}({arguments})")
+    for rule, settings in mapping.groups.items():
+        lines.append(f"param groups stepped by {rule}: {settings}")
     if mapping.scaler:
         scaler = ", ".join(f"{name}={value!r}" for name, value in mapping.scaler.items())
         lines.append(f"scaler: swapio.optim.GradScaler({scaler})")
@@ -86,6 +88,7 @@ def _plain(mapping: DeepSpeedMapping | None) -> dict[str, Any] | None:
     return {
         "optimizer": mapping.optimizer,
         "arguments": mapping.arguments,
+        "groups": mapping.groups,
         "scaler": mapping.scaler,
         "stage": mapping.stage,
         "keys": [note._asdict() for note in mapping.notes],

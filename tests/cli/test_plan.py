@@ -167,7 +167,7 @@ def test_rates_wear_and_bound_in_text(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_disk_that_is_too_small_is_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = f"--params 1e12 --host-memory 64GiB --path {tmp_path}"
+    arguments = f"--params 2e11 --host-memory 16GiB --path {tmp_path}"
     assert swapio_plan(*arguments.split()) == 1
     assert "lower spare_slots or free space" in capsys.readouterr().out
 

@@ -251,6 +251,13 @@ def test_speculation_ratio_and_cores() -> None:
     assert mapping.settings["cpu_threads"] == (1, "cpuadam_cores_perc")
 
 
+def test_learning_rates_of_muons_groups() -> None:
+    params = {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95}
+    mapping = map_deepspeed({"optimizer": {"type": "Muon", "params": params}})
+    assert mapping.groups == {"muon": {"lr": 0.02}, "adamw": {"lr": 3e-4}}
+    assert mapping.arguments == {"momentum": 0.95}
+
+
 def test_a_static_loss_scale_wins_and_fp16_off_means_no_scaler() -> None:
     static = {"initial_scale_power": 16, "loss_scale_window": 10, "loss_scale": 128}
     mapping = map_deepspeed({"fp16": static})
