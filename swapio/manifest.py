@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +152,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     fields["pattern"] = tuple(fields["pattern"])
     fields["groups"] = tuple(fields["groups"])
     return Manifest(**fields)
-
-
-def with_state(manifest: Manifest, state: str) -> Manifest:
-    """Return the manifest with another state."""
-    return replace(manifest, state=state)
 
 
 def sync_folder(folder: Path) -> None:

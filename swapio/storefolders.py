@@ -20,7 +20,7 @@ from swapio.errors import ConfigError
 from swapio.filesystem import note_filesystem, usable_folder
 from swapio.leftovers import FOLDER_PREFIX, read_previous, sweep_siblings
 from swapio.locking import Deadline, FolderLock, claim_name, disclaim
-from swapio.manifest import FILE_NAME, Manifest, describe_groups, write_manifest
+from swapio.manifest import FILE_NAME, Manifest, describe_groups, sync_folder, write_manifest
 from swapio.slotfiles import SlotFiles
 from swapio.store import Durability
 from swapio.striping import FileGroup, stripe_pattern
@@ -94,7 +94,7 @@ class StoreFolders:
         *,
         has_checksums: bool,
     ) -> None:
-        """Replace the manifest in every folder; blocks until it is on storage."""
+        """Replace the manifest in every folder; blocks until it is on storage, names and all."""
         for index, folder in enumerate(self.folders):
             manifest = Manifest(
                 store_id=self.store_id,
@@ -110,6 +110,7 @@ class StoreFolders:
                 groups=describe_groups(groups),
             )
             write_manifest(folder, manifest)
+            sync_folder(folder.parent)
 
     def close(self, *, remove: bool) -> None:
         """Close and unlock everything; remove it if asked."""
