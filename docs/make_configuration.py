@@ -44,7 +44,8 @@ host_memory = "8GiB"
 ## Which value wins
 
 Lowest first: the default; a file, dict or Python argument; a `SWAPIO_*` variable; a command-line
-flag. `SWAPIO_PATH` does not move state to storage where `swap=None` keeps it in RAM. Several paths
+flag. An empty variable is as if it were not set, and `SWAPIO_PATH` does not move state to storage
+where `swap=None` (or a path of None) keeps it in RAM. Several paths
 in a variable or flag are separated by `:`. `swapio config show FILE` prints the effective values
 and where each came from.
 

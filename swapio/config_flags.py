@@ -130,6 +130,8 @@ def _metavar(name: str, unit: str) -> str:
         words = ("true", "false", "auto")
     if words:
         return "{" + ",".join(words) + "}"
+    if unit == "bytes per second":
+        return "RATE"
     kind = unit.split(",")[0].split()[0].upper()
     return {"BYTES": "SIZE", "ELEMENTS": "N", "FLOAT32": "DTYPE"}.get(kind, kind)
 

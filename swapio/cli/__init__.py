@@ -21,6 +21,8 @@ COMMANDS = {
     "info": "info",
     "bench": "bench",
     "tune": "tune",
+    "plan": "plan",
+    "config": "config_show",
 }
 
 

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     config = from_arguments(args, prefix="")
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; want at least 1")
+    if args.step_seconds is not None and not args.step_seconds > 0:
+        raise ConfigError(f"--step-seconds is {args.step_seconds}; want more than 0")
     tensors = _model(args)
     groups, workspace = sub_groups(
         tensors,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swapio.cli import config_show
+from swapio.cli import config_show, main
 from swapio.config import field_names
 from swapio.errors import ConfigError
 
@@ -91,3 +91,13 @@ def test_what_is_refused_is_an_error(tmp_path: Path) -> None:
     file.write_text('{"hostmemory": 1}')
     with pytest.raises(ConfigError, match=r"did you mean 'host_memory'\?"):
         show(str(file))
+
+
+def test_the_command_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "swap.toml"
+    file.write_text('path = "/a"\n')
+    assert main(["config", "show", str(file)]) == 0
+    assert "/a" in capsys.readouterr().out
+    file.write_text("pth = 1\n")
+    assert main(["config", "show", str(file)]) == 1
+    assert "did you mean 'path'?" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from swapio.cli import plan
+from swapio.cli import main, plan
 from swapio.cli.plan_model import read_model
 from swapio.errors import ConfigError
 
@@ -143,6 +143,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         ((), "give a model's files, or --params"),
         (("m.pt", "--params", "1"), "but not both"),
         (("--params", "1e9", "--world-size", "0"), "--world-size is 0"),
+        (("--params", "1e9", "--step-seconds", "0"), "--step-seconds is 0.0"),
         (("--params", "1e9", "--dtype", "int8"), "--dtype is 'int8'"),
         (("--params", "1e9", "--host-memory", "1MiB"), "the least that does is"),
         (("--params", "1e9", "--compute-bandwidth", "fast"), "--compute-bandwidth is 'fast'"),
@@ -195,3 +196,10 @@ def test_ranks_share_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file = str(safetensors(tmp_path / "model.safetensors", MODEL))
     found = planned(capsys, file, "--world-size", "4", "--host-memory", "1GiB")
     assert found["plan"]["numel"] == NUMEL // 4
+
+
+def test_the_command_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "1e9", "--host-memory", "1GiB"]) == 0
+    assert "sub-groups stay in RAM" in capsys.readouterr().out
+    assert main(["plan", "--params", "1e9", "--host-memory", "1MiB"]) == 1
+    assert "the least that does is" in capsys.readouterr().err
