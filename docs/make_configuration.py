@@ -45,9 +45,8 @@ host_memory = "8GiB"
 
 Lowest first: the default; a file, dict or Python argument; a `SWAPIO_*` variable; a command-line
 flag. An empty variable is as if it were not set, and `SWAPIO_PATH` does not move state to storage
-where `swap=None` (or a path of None) keeps it in RAM. Several paths
-in a variable or flag are separated by `:`. `swapio config show FILE` prints the effective values
-and where each came from.
+where `swap=None` (or a path of None) keeps it in RAM. Several paths in a variable or flag are
+separated by `:`. `swapio config show FILE` prints the effective values and where each came from.
 
 Sizes are numbers, or text with a unit: `"8GiB"`, `"8Gi"` and `"8G"` are 8 x 1024^3, `"8GB"` is
 8 x 1000^3; `"1e9"` and `"1_000_000"` are understood. A key that is not known is an error that names
