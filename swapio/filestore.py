@@ -22,7 +22,7 @@ from typing import Any
 
 from swapio.aio import Engine
 from swapio.committer import Committer
-from swapio.errors import CheckpointError, ClosedError, ConfigError, SwapStateError
+from swapio.errors import AioError, CheckpointError, ClosedError, ConfigError, SwapStateError
 from swapio.holds import FileHold, locate_slot
 from swapio.provision import provide_slots
 from swapio.recovery import recover_store
@@ -320,9 +320,13 @@ class FileStore(SwapStore):
         self._shared.scratch.close()
         if remove is None:
             remove = not self._committer.has_commits and not self._must_keep_previous()
-        if not remove and self._groups:
-            self._write_manifest("closed")
-        self._folders.close(remove=remove)
+        try:
+            if not remove and self._groups:
+                self._write_manifest("closed")
+        except AioError as full:
+            _logger.warning("the end of the run is not noted, all else is: %s", full)
+        finally:
+            self._folders.close(remove=remove)
         if error is not None:
             raise error
 
@@ -332,7 +336,7 @@ class FileStore(SwapStore):
 
     def num_free_slots(self, key: str) -> int:
         """Return how many slots the next write transaction could choose from."""
-        sub_group = self._get(key)
+        sub_group = self._fenced(key)
         with self._shared.lock:
             return len(sub_group.free_slots(in_place=self.durability == "checkpoint"))
 

@@ -358,7 +358,10 @@ class SwapStore(abc.ABC):
 
     @abc.abstractmethod
     def num_free_slots(self, key: str) -> int:
-        """Return how many slots the next write transaction could choose from."""
+        """Return how many slots the next write transaction could choose from.
+
+        Waits for a seal on its way.
+        """
 
     @property
     @abc.abstractmethod
