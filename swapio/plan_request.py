@@ -66,7 +66,12 @@ class PlanRequest:
     def from_config(
         cls, config: SwapConfig, sub_groups: Sequence[SubGroupSize], **more: Any
     ) -> PlanRequest:
-        """Take what a SwapConfig says; `more` are fields of PlanRequest, and win."""
+        """Take what a SwapConfig says; `more` are fields of PlanRequest, and win.
+
+        Without any pipeline, sub-groups are taken whole: the blocking swapper does not stream.
+        """
+        if config.swapper == "partitioned":
+            sub_groups = [group._replace(is_whole=True) for group in sub_groups]
         rates = Rates(
             read=config.read_bandwidth, write=config.write_bandwidth, mixed=config.mixed_bandwidth
         )
