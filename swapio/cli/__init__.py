@@ -61,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return int(args.run(args))
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; the interpreter's last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (SwapioError, OSError) as error:
         if os.environ.get("SWAPIO_TRACEBACK"):
             raise

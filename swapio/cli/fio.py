@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs `fio` as the ceiling that the engine is compared with.
 
-The job is what is known to be fastest on NVMe: io_uring with registered buffers and files, O_DIRECT,
-and buffers in transparent huge pages, which glibc gives when asked.
+The job is what is known to be fastest on NVMe: io_uring with registered buffers and files,
+O_DIRECT, and buffers in transparent huge pages, which glibc gives when asked.
 """
 
 from __future__ import annotations
