@@ -356,6 +356,28 @@ void test_registered_memory_is_named_in_transfers() {
   CHECK_EQUAL(fixture.core.unregister_memory(address + kPageBytes), -ENOENT);
 }
 
+// Sizes and offsets above 4 GiB: nothing is touched, only counted.
+void test_transfers_of_any_size() {
+  constexpr uint64_t kGiga = 1 << 30;
+  for (const uint64_t nbytes : {2 * kGiga + 4, 4 * kGiga + 8, 40 * kGiga - 1}) {
+    Fixture fixture(4, 1, {}, SWAPIO_DIRECT_AUTO, kGiga);
+    fixture.file.has_no_memory = true;
+    uint64_t total = 0;
+    fixture.backend->on_result = [&](const Transfer& transfer, int64_t result) {
+      CHECK(transfer.nbytes <= kGiga);
+      CHECK_EQUAL(reinterpret_cast<uintptr_t>(transfer.address) - kPageBytes,
+                  transfer.offset - 7 * kGiga);
+      total += static_cast<uint64_t>(result);
+    };
+    fixture.submit(SWAPIO_OP_READ, reinterpret_cast<void*>(kPageBytes), nbytes, 7 * kGiga);
+    fixture.backend->run();
+    const swapio_completion done = fixture.completion();
+    CHECK_EQUAL(done.failed_index, -1);
+    CHECK_EQUAL(done.transferred, nbytes);
+    CHECK_EQUAL(total, nbytes);
+  }
+}
+
 #define TEST(name) \
   { #name, name }
 
@@ -379,6 +401,7 @@ const std::vector<NamedTest> kTests = {
     TEST(test_completions_stay_until_they_are_released),
     TEST(test_stop_waits_for_what_is_in_flight),
     TEST(test_registered_memory_is_named_in_transfers),
+    TEST(test_transfers_of_any_size),
 };
 
 }  // namespace

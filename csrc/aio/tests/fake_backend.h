@@ -111,6 +111,7 @@ class FakeBackend final : public Backend {
     if (happens(rates_.interrupted)) return -EINTR;
     if (happens(rates_.again)) return -EAGAIN;
     uint64_t nbytes = transfer.nbytes;
+    if (file->has_no_memory) return static_cast<int64_t>(std::min<uint64_t>(nbytes, 0x7ffff000));
     if (happens(rates_.short_transfer)) nbytes = 1 + random_() % nbytes;
     if (transfer.offset <= file->bad_offset && file->bad_offset < transfer.offset + nbytes) {
       return -EIO;
