@@ -360,4 +360,4 @@ def _has_gpu() -> bool:
 def _cuda_runtime() -> Any:
     import torch
 
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()

@@ -45,6 +45,7 @@ from swapio.striping import FileGroup, SubGroupLayout, group_files, lay_out
 from swapio.tasks import TaskQueue
 from swapio.transaction import FileTransaction, Shared
 from swapio.transfer import Counters, Mover
+from swapio.verification import verify_slots
 
 _logger = logging.getLogger("swapio.store")
 
@@ -122,6 +123,12 @@ class FileStore(SwapStore):
     def previous(self) -> PreviousRun | None:
         """What an earlier run left in the folder."""
         return self._folders.previous
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory that the store holds: checksums of all slots, and the scratch buffer."""
+        hashes = sum(slot.hashes.nbytes for s in self._sub_groups.values() for slot in s.slots)
+        return hashes + self._shared.scratch.nbytes
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -228,6 +235,11 @@ class FileStore(SwapStore):
         """Return where the LIVE slot lies; without a hold it may be written at any time."""
         sub_group = self._fenced(key)
         return locate_slot(sub_group, sub_group.require_live())
+
+    def verify(self, keys: Iterable[str] | None = None, progress: Progress | None = None) -> int:
+        """Read the LIVE slots of all written sub-groups, or of `keys`; see `verify_slots`."""
+        with self.hold(keys) as hold:
+            return verify_slots(self._shared, hold.slots, progress)
 
     def hold(self, keys: Iterable[str] | None = None) -> FileHold:
         """Pin LIVE slots; see `SwapStore.hold`."""
@@ -464,9 +476,10 @@ def _add_slots(members: Sequence[SubGroup], file_set: SlotFileSet) -> None:
 
 def _holdable(sub_group: SubGroup) -> Slot:
     slot = sub_group.require_live()
-    if sub_group.has_transaction:
+    if slot.is_target:
         raise SwapStateError(
-            f"sub-group {sub_group.key!r} is being written; seal or abort its transaction first"
+            f"sub-group {sub_group.key!r} is being written in place; seal or abort its "
+            "transaction first"
         )
     if slot.bad or slot.has_failed:
         raise SwapStateError(

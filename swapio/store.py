@@ -312,7 +312,8 @@ class SwapStore(abc.ABC):
         Waits for seals on their way.
 
         Raises:
-            SwapStateError: If one has an open transaction, or was never written.
+            SwapStateError: If one is being written in place, or lost blocks that way, or was
+                never written.
         """
 
     @abc.abstractmethod

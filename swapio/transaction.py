@@ -53,6 +53,12 @@ class Scratch:
                 self._lease = None
                 raise
 
+    @property
+    def nbytes(self) -> int:
+        """Its size; 0 while nobody has needed it."""
+        lease = self._lease
+        return 0 if lease is None else lease.nbytes
+
     def close(self) -> None:
         """Give the memory up."""
         with self._lock:

@@ -250,3 +250,29 @@ def test_commit_records_round_trip(entries, scalars, payload):
     assert (record.scalars, record.payload) == (scalars, payload)
     assert decode_record(b"", "commit") is None
     assert decode_record(bytes(500), "commit") is None
+
+
+def test_verify_reads_tables_and_blocks(make_store):
+    store = make_store()
+    for key in ("a", "b"):
+        store.add(key, layouts(x=9 * MIB + 1, y=10))
+    store.add("unwritten", layouts(x=10))
+    store.allocate()
+    for key in ("a", "b"):
+        write(store, key, 1, {"x": random_bytes(9 * MIB + 1), "y": random_bytes(10)})
+    calls = []
+    assert store.verify(progress=lambda done, total: calls.append((done, total))) == 2 * (
+        9 * MIB + 11
+    )
+    assert calls[-1] == (2 * (9 * MIB + 11),) * 2
+    assert store.host_bytes == 2 * (11 + 11 + 1) * 8 + (4 << 20)
+    location = store.locate("b")
+    flip(location.table.path, location.table.offset + 100)
+    with pytest.raises(CorruptionError, match="slot table of 'b'"):
+        store.verify()
+    store.verify(["a"])
+    flip(location.table.path, location.table.offset + 100)
+    run = location.records["x"][0]
+    flip(run.path, run.offset + 8 * MIB)
+    with pytest.raises(CorruptionError, match=f"bytes {8 * MIB} to"):
+        store.verify()
