@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swapio.align import PAGE_BYTES, round_up
 from swapio.checksum import Hashes, hash_bytes
 from swapio.errors import CorruptionError
 from swapio.striping import TABLE_HEADER_BYTES, SubGroupLayout
@@ -49,7 +50,10 @@ class SlotTable:
 def encode_table(
     layout: SubGroupLayout, generation: int, hashes: Hashes, meta: bytes, *, has_checksums: bool
 ) -> tuple[bytes, int]:
-    """Return the whole table region, padded with zeros, and its checksum."""
+    """Return the used pages of the table region, padded with zeros, and the table's checksum.
+
+    The region keeps room for the largest blob; what lies behind the used pages is never written.
+    """
     lengths = np.array([record.nbytes for record in layout.layouts], dtype="<u8")
     body = lengths.tobytes() + hashes.astype("<u8", copy=False).tobytes() + meta
     header = _HEADER.pack(
@@ -67,7 +71,7 @@ def encode_table(
     )
     table_hash = hash_bytes(header + body)
     data = header[:_CHECKSUM_OFFSET] + struct.pack("<Q", table_hash) + body
-    return data.ljust(layout.table_bytes, b"\0"), table_hash
+    return data.ljust(round_up(len(data), PAGE_BYTES), b"\0"), table_hash
 
 
 def decode_table(layout: SubGroupLayout, data: bytes, where: str) -> SlotTable:
@@ -96,7 +100,7 @@ def decode_table(layout: SubGroupLayout, data: bytes, where: str) -> SlotTable:
             raise CorruptionError(
                 f"{where}: slot table of {layout.key!r}: {name} is {got!r}, expected {wanted!r}"
             )
-    if used > layout.table_bytes or any(data[used:]):
+    if used > layout.table_bytes or any(data[used : round_up(used, PAGE_BYTES)]):
         raise CorruptionError(f"{where}: slot table of {layout.key!r}: bytes after its end")
     zeroed = data[:_CHECKSUM_OFFSET] + bytes(8) + data[_CHECKSUM_OFFSET + 8 : used]
     if hash_bytes(zeroed) != table_hash:

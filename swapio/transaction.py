@@ -234,13 +234,13 @@ class FileTransaction(WriteTransaction):
             has_checksums=mover.has_checksums,
         )
         move_table(self._shared, self._sub_group, self._slot, data)
-        self._shared.counters.add(bytes_tables=layout.table_bytes)
+        self._shared.counters.add(bytes_tables=len(data))
         return table_hash
 
 
 def move_table(shared: Shared, sub_group: SubGroup, slot: Slot, data: bytes | None = None) -> bytes:
     """Write `data` as a slot's table region, or read it with None; blocks; returns the bytes."""
-    nbytes = sub_group.layout.table_bytes
+    nbytes = sub_group.layout.table_bytes if data is None else len(data)
     file = slot.files[0]
     if file is None:
         raise SwapStateError(f"sub-group {sub_group.key!r} has no file on the first path")
