@@ -278,6 +278,7 @@ class FileStore(SwapStore):
         manifest = self._folders.previous_manifest
         if manifest is None:
             return None
+        self._folders.require_same_order()
         if manifest.pattern != self._folders.pattern:
             raise CheckpointError(
                 f"the committed state is striped as {list(manifest.pattern)} over "
@@ -431,7 +432,7 @@ class FileStore(SwapStore):
                 previous.steps[0],
                 previous.pid,
             )
-        self._folders.log.close(remove=True)
+        self._folders.discard_commits()
         manifest = self._folders.previous_manifest
         return manifest is not None and manifest.state != "allocating"
 
