@@ -74,14 +74,20 @@ def encode_table(
     return data.ljust(round_up(len(data), PAGE_BYTES), b"\0"), table_hash
 
 
+def used_table_bytes(layout: SubGroupLayout, first_page: bytes) -> int:
+    """Return how much of a table region must be read, from its first page; nothing is trusted."""
+    used = _HEADER.unpack_from(first_page)[9]
+    return min(layout.table_bytes, max(PAGE_BYTES, round_up(used, PAGE_BYTES)))
+
+
 def decode_table(layout: SubGroupLayout, data: bytes, where: str) -> SlotTable:
-    """Check every field of a table region and return what it says.
+    """Check every field of the used pages of a table region and return what it says.
 
     Raises:
         CorruptionError: If a field is not what the layout and the checksum say; names it.
     """
-    if len(data) != layout.table_bytes:
-        raise CorruptionError(f"{where}: the table has {len(data)} bytes, not {layout.table_bytes}")
+    if len(data) < _HEADER.size:
+        raise CorruptionError(f"{where}: a slot table of {len(data)} bytes is cut short")
     (magic, version, header_bytes, identity, generation, num_records, blocks, meta_bytes, flags,
      used, table_hash) = _HEADER.unpack_from(data)  # fmt: skip
     expected_used = _HEADER.size + 8 * len(layout.layouts) + 8 * layout.num_blocks + meta_bytes
@@ -100,7 +106,9 @@ def decode_table(layout: SubGroupLayout, data: bytes, where: str) -> SlotTable:
             raise CorruptionError(
                 f"{where}: slot table of {layout.key!r}: {name} is {got!r}, expected {wanted!r}"
             )
-    if used > layout.table_bytes or any(data[used : round_up(used, PAGE_BYTES)]):
+    if used > min(layout.table_bytes, len(data)):
+        raise CorruptionError(f"{where}: slot table of {layout.key!r}: it ends at {len(data)}")
+    if any(data[used : round_up(used, PAGE_BYTES)]):
         raise CorruptionError(f"{where}: slot table of {layout.key!r}: bytes after its end")
     zeroed = data[:_CHECKSUM_OFFSET] + bytes(8) + data[_CHECKSUM_OFFSET + 8 : used]
     if hash_bytes(zeroed) != table_hash:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from swapio.errors import CorruptionError
 from swapio.slots import Slot, SubGroup
 from swapio.store import Piece, Progress
-from swapio.tables import decode_table
-from swapio.transaction import SCRATCH_BYTES, Shared, move_table
+from swapio.transaction import SCRATCH_BYTES, Shared, read_table
 
 
 def verify_slots(
@@ -41,11 +40,9 @@ def verify_slots(
 
 
 def _verify_table(shared: Shared, sub_group: SubGroup, slot: Slot) -> None:
-    file = slot.files[0]
-    where = f"{file.path if file is not None else '?'} at offset {slot.bases[0]}"
-    table = decode_table(sub_group.layout, move_table(shared, sub_group, slot), where)
+    table = read_table(shared, sub_group, slot)
     if table.table_hash != slot.table_hash:
         raise CorruptionError(
-            f"{where}: slot {slot.index} of {sub_group.key!r} holds another table: generation "
+            f"slot {slot.index} of {sub_group.key!r} holds another table: generation "
             f"{table.generation}, sealed was {slot.generation}"
         )

@@ -124,7 +124,7 @@ def test_three_runs_in_one_folder_with_one_killed(tmp_path):
 
 
 def test_folders_of_dead_ranks_are_swept_but_no_commits(engine, tmp_path, caplog):
-    for name, durability in (("rank0", "checkpoint"), ("rank1", "step")):
+    for name, durability in (("rank1", "step"), ("rank0", "checkpoint")):
         child = os.fork()
         if child == 0:
             from swapio.aio import Engine

@@ -75,7 +75,7 @@ def read_table(data, sub_group):
     assert identity == xxh3(json.dumps(declaration, separators=(",", ":")).encode())
     assert (version, header, flags, records) == (1, 64, 1, len(sub_group["records"]))
     assert xxh3(data[:56] + bytes(8) + data[64:used]) == checksum
-    assert not any(data[used:])
+    assert not any(data[used : -(-used // 4096) * 4096])
     lengths = struct.unpack_from(f"<{records}Q", data, 64)
     assert list(lengths) == [length for _, length in sub_group["records"]]
     end = 64 + 8 * records
