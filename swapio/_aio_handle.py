@@ -284,12 +284,7 @@ class IOFuture:
 
 
 def sweep_orphans() -> None:
-    """End the engines that were dropped without close() and have nothing in flight any more.
-
-    A submission that nobody waited for keeps its file, and so its engine, until it is reaped.
-    """
-    for handle in list(_handles):
-        handle.reap()
+    """End the engines that were dropped without close() and have nothing in flight any more."""
     for handle in list(_orphans):
         handle.stop(0)
 

@@ -155,8 +155,7 @@ class SlotFiles:
         for file in self.open_files:
             if remove:
                 Path(file.path).unlink(missing_ok=True)
-            if not self._engine.closed:
-                _close(file)
+            _close(file)
         self.open_files.clear()
         if remove:
             for folder in self._folders:

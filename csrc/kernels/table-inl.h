@@ -4,8 +4,7 @@
 #define SWAPIO_PREFETCH_NUMEL 256
 #endif
 
-// Each needs the one before.
-// clang-format off
+// clang-format off: each needs the one before
 #include "memory-inl.h"
 #include "adam-inl.h"
 #include "elementwise-inl.h"

@@ -73,7 +73,6 @@ class IOFuture:
 
 class BlockingEngine:
     kind = "blocking"
-    closed = False
 
     def __init__(self):
         self.num_submits = 0
@@ -145,7 +144,7 @@ class BlockingEngine:
         return 0
 
     def close(self):
-        self.closed = True
+        pass
 
     def __enter__(self):
         return self
