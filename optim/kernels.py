@@ -25,8 +25,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from swapio.optim.kernel_forms import adam_form, check_form, describe_forms, dtype_code
-from swapio.optim.tensor_kernels import adam_rescale, adam_rollback, adam_step, grad_stats
 
 from swapio import _kernels
 from swapio._kernels import (
@@ -51,6 +49,8 @@ from swapio._kernels import (
     stop_threads,
     thread_cores,
 )
+from swapio.optim.kernel_forms import adam_form, check_form, describe_forms, dtype_code
+from swapio.optim.tensor_kernels import adam_rescale, adam_rollback, adam_step, grad_stats
 
 __all__ = [
     "BIAS_CORRECTION",

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from swapio.optim.kernel_forms import adam_form, check_form, dtype_code
 
 from swapio import _kernels
+from swapio.optim.kernel_forms import adam_form, check_form, dtype_code
 
 TensorOrList = torch.Tensor | Sequence[torch.Tensor]
 

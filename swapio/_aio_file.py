@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -58,6 +59,8 @@ class File:
         self.handle = handle
         self.closed = False
         self._engine = engine  # an engine lives as long as one of its files is in use
+        self._finalizer = weakref.finalize(self, _close_dropped, handle, number)
+        self._finalizer.atexit = False
 
     @property
     def is_direct(self) -> bool:
@@ -121,6 +124,7 @@ class File:
         if self.closed:
             return
         self.closed = True
+        self._finalizer.detach()
         if self.handle.closed:
             return
         self.handle.check_open()
@@ -149,18 +153,17 @@ class File:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # The native close only marks the file; it returns at once, and not at all in a child.
-        if not getattr(self, "closed", True) and not self.handle.closed:
-            self.closed = True
-            if self.handle.pid == os.getpid():
-                lib.swapio_file_close(self.handle.pointer, self.number)
-
     def __repr__(self) -> str:
         return f"<swapio.File {self.path!r} {'closed' if self.closed else 'open'}>"
 
     def __reduce__(self) -> Any:
         raise ClosedError(f"the open file {self.path} cannot be pickled or copied")
+
+
+def _close_dropped(handle: Handle, number: int) -> None:
+    # The native close only marks the file; it returns at once.
+    if handle.pid == os.getpid() and not handle.closed:
+        lib.swapio_file_close(handle.pointer, number)
 
 
 def open_file(

@@ -284,7 +284,12 @@ class IOFuture:
 
 
 def sweep_orphans() -> None:
-    """End the engines that were dropped without close() and have nothing in flight any more."""
+    """End the engines that were dropped without close() and have nothing in flight any more.
+
+    A submission that nobody waited for keeps its file, and so its engine, until it is reaped.
+    """
+    for handle in list(_handles):
+        handle.reap()
     for handle in list(_orphans):
         handle.stop(0)
 

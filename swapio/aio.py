@@ -290,9 +290,11 @@ class Engine:
             )
         except (struct.error, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"a request is malformed: {error}") from error
-        for request in requests:
-            if request.file.handle is not handle:
-                raise ConfigError(f"the file {request.file.path} belongs to another engine")
+        for op, file, _, _, _ in requests:
+            if file.handle is not handle:
+                raise ConfigError(f"the file {file.path} belongs to another engine")
+            if not OP_READ <= op <= OP_FDATASYNC:
+                raise ConfigError(f"a request has the unknown op {op}")
         future = IOFuture(handle, requests, owner)
         handle.submit(future, packed, len(requests))
         return future

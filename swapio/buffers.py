@@ -18,16 +18,18 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from swapio.align import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from swapio.errors import ClosedError, ConfigError, PoolExhaustedError, SwapStateError
+
+if TYPE_CHECKING:
+    import torch
 
 _logger = logging.getLogger("swapio.buffers")
 _logged: set[str] = set()
@@ -145,6 +147,8 @@ class Lease:
             )
         if (self.address + byte_offset) % dtype.itemsize:
             raise ConfigError(f"byte offset {byte_offset} is not aligned for {dtype}")
+        import torch
+
         if not numel:
             return torch.empty(sizes, dtype=dtype)
         memory = self._slab.view(self._offset + byte_offset, nbytes)
@@ -208,7 +212,7 @@ class BufferPool:
         self._holes = [(0, self.nbytes)]  # (offset, length), ascending, never adjacent
         self._num_leases = 0
         self._advise(huge_pages)
-        if pin or (pin is None and torch.cuda.is_available()):
+        if pin or (pin is None and _has_gpu()):
             self._pin()
 
     @property
@@ -347,5 +351,13 @@ def _unpin(address: int) -> None:
     _cuda_runtime().cudaHostUnregister(address)
 
 
+def _has_gpu() -> bool:
+    # Importing torch takes seconds; who has not imported it has no tensor on a GPU.
+    loaded = sys.modules.get("torch")
+    return loaded is not None and bool(loaded.cuda.is_available())
+
+
 def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    import torch
+
+    return torch.cuda.cudart()

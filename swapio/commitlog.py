@@ -91,6 +91,8 @@ class CommitLog:
     def close(self, *, remove: bool) -> None:
         """Unlock and close the files; remove them if asked."""
         for file in self._files.values():
+            if self._engine.closed:
+                break
             fcntl.flock(file.fd, fcntl.LOCK_UN)
             file.close()
         self._files.clear()

@@ -61,7 +61,7 @@ class SwapConfig:
         " tables, streamed gradients, workspaces; reserved at construction. The parameters and"
         " p.grad are not in it. State that fits is kept in RAM. 'auto' is half of what the machine"
         " or its cgroup has left, divided by the ranks on this host.",
-        "auto, half: the other half is for gradients, activations and the page cache; no"
+        "half: the other half is for gradients, activations and the page cache; no"
         " measurement says that a different share is better for all.",
     )
     sub_group_numel: int = setting(

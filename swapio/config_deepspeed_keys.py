@@ -18,6 +18,7 @@ from swapio.config_deepspeed_rules import (
     refused_if_on,
     to_argument,
     to_field,
+    to_group,
 )
 from swapio.config_values import automatic, choice, flag, parse_size, seconds
 from swapio.errors import ConfigError
@@ -144,7 +145,7 @@ def _per_head(mapping: DeepSpeedMapping, key: str, value: Any) -> None:
 
 
 def _ns_method(mapping: DeepSpeedMapping, key: str, value: Any) -> None:
-    choice("gram", "standard", "default", "newton_schulz", "triton")(key, value)
+    choice("gram", "standard")(key, value)
     mapping.note(key, "chosen by the shape of the matrix; every form computes the same polynomial")
 
 
@@ -190,6 +191,12 @@ def _bias_correction(mapping: DeepSpeedMapping, key: str, value: Any) -> None:
     mapping.note(key, "on, as here")
 
 
+def _reduce_op(mapping: DeepSpeedMapping, key: str, value: Any) -> None:
+    if choice("mean", "sum")(key, value) == "sum":
+        raise ConfigError(f"{key} is 'sum': gradients are averaged; scale the loss instead")
+    mapping.note(key, "gradients are averaged over ranks")
+
+
 def _all_noted(why: str, names: str, *, prefix: str = "") -> dict[str, Rule]:
     return {prefix + name: noted(why) for name in names.split()}
 
@@ -208,7 +215,7 @@ _STAGE3 = (
 OFFLOAD_OPTIMIZER: dict[str, Rule] = {
     "device": custom("`path`: None (RAM) for cpu and none, `nvme_path` for nvme", _device),
     "nvme_path": custom("`path`", _nvme_path),
-    "buffer_count": custom(f"checked to be at least 1; {_BUFFERS}", _buffer_count),
+    "buffer_count": custom(f"{_BUFFERS}; 0 is refused", _buffer_count, outcome="noted"),
     "buffer_size": noted(_BUFFERS),
     "pin_memory": to_field("pin_memory", automatic(flag)),
     "pipeline": custom("`pipeline_read` and `pipeline_write`", _pipeline),
@@ -237,7 +244,7 @@ AIO: dict[str, Rule] = {
 }
 
 OFFLOAD_PARAM: dict[str, Rule] = {
-    "device": Rule("refused", "nvme: swapio does not move parameters", _offload_param_device),
+    "device": Rule("refused", "when nvme: swapio does not move parameters", _offload_param_device),
     **_all_noted(
         "parameters are not moved by swapio",
         "nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline_read "
@@ -264,6 +271,8 @@ ZERO: dict[str, Rule] = {
     "mics_shard_size": refused_above(0, "use a 2-D mesh (HSDP) with fully_shard"),
     "elastic_checkpoint": noted("checkpoints load on any world size"),
     "load_from_fp32_weights": noted("checkpoints hold the fp32 masters, bit for bit"),
+    "compute_grad_norm": noted("the norm is known whenever clipping or grad_norm needs it"),
+    "parameter_alignment": noted("kernels take any alignment"),
     "ignore_unused_parameters": noted("a parameter without gradient on all ranks is left alone"),
     **_all_noted(
         _COMMUNICATION,
@@ -285,6 +294,7 @@ BF16: dict[str, Rule] = {
     "enabled": noted("the dtype is the model's; bf16 parameters get a lossless split master"),
     "immediate_grad_update": noted("gradients are taken as autograd accumulates them"),
     "check_grad_overflow": custom("optimizer argument `nonfinite`", _grad_overflow),
+    "check_overflow": custom("optimizer argument `nonfinite`", _grad_overflow),
     "bf16_master_weights_and_grads": custom(
         "`master`: 'none' and `accumulation_dtype`: 'bfloat16'", _bf16_master
     ),
@@ -310,13 +320,17 @@ OPTIMIZER_PARAMS: dict[str, Rule] = {
     "torch_adam": noted("swapio's own kernel is used; it equals torch's within rounding"),
     "fused": noted("one fused kernel is always used"),
     "adam_w_mode": noted("decides between AdamW (the default of DeepSpeed's Adam) and Adam"),
-    "bias_correction": custom("refused when false: it is always applied", _bias_correction),
+    "bias_correction": custom(
+        "when false: it is always applied", _bias_correction, outcome="refused"
+    ),
     "amsgrad": refused_if_on("amsgrad has no kernel"),
     "fp32_optimizer_states": custom("`state_dtype`", _fp32_states),
-    "muon_lr": noted("set lr on the param groups with use_muon"),
-    "adam_lr": noted("set lr on the param groups without use_muon"),
-    "per_head_muon": custom("refused when on: set num_heads on the param groups", _per_head),
-    "ns_method": custom("noted: chosen by the shape of the matrix", _ns_method),
+    "muon_lr": to_group("muon", "lr"),
+    "adam_lr": to_group("adamw", "lr"),
+    "per_head_muon": custom(
+        "when on: set num_heads on the param groups", _per_head, outcome="refused"
+    ),
+    "ns_method": custom("chosen by the shape of the matrix", _ns_method, outcome="noted"),
 }
 
 ZERO["per_head_muon"] = OPTIMIZER_PARAMS["per_head_muon"]
@@ -328,6 +342,11 @@ TOP_LEVEL: dict[str, Rule] = {
     "zero_force_ds_cpu_optimizer": noted("the CPU kernels are always used"),
     "amp": refused_if_on("apex AMP owns the master weights; use bf16 or torch.amp"),
     "sparse_gradients": refused_if_on("sparse gradients are not supported; use dense ones"),
+    "gradient_allreduce_op": custom(
+        "when sum: gradients are averaged over ranks", _reduce_op, outcome="refused"
+    ),
+    "compression_training": refused_if_on("compression changes the model; swapio leaves it alone"),
+    "quantize_training": refused_if_on("quantization changes the model; swapio leaves it alone"),
     "checkpoint": noted("checkpoints are made by save(); the manifest is published last"),
     **_all_noted(
         _COMMUNICATION,
@@ -342,15 +361,17 @@ TOP_LEVEL: dict[str, Rule] = {
         "scheduler steps_per_print wall_clock_breakdown memory_breakdown dump_state "
         "flops_profiler activation_checkpointing sparse_attention autotuning elasticity "
         "data_efficiency curriculum_learning monitor_config tensorboard wandb csv_monitor "
-        "comet aim compression_training eigenvalue progressive_layer_drop "
+        "comet aim eigenvalue progressive_layer_drop "
         "dataloader_drop_last graph_harvesting vocabulary_size hybrid_engine compile "
         "torch_autocast pipeline nebula weight_quantization domino timers inference "
-        "checkpoint_engine gradient_checkpointing",
+        "checkpoint_engine gradient_checkpointing disable_python_gc log_level "
+        "managed_gradient_accumulation expert_parallel",
     ),
 }
 
 DATA_TYPES: dict[str, Rule] = {
     "grad_accum_dtype": custom("`accumulation_dtype`", _accumulation),
+    **_all_noted("dtypes are the model's", "param_dtype buffer_dtype keep_in_fp32_modules"),
 }
 
 SECTIONS: dict[str, dict[str, Rule]] = {

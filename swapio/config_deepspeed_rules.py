@@ -32,6 +32,7 @@ class DeepSpeedMapping:
         settings: Field of SwapConfig to (value, DeepSpeed's key).
         optimizer: "AdamW", "Adam" or "Muon", or None when the file does not say.
         arguments: Keyword arguments of that optimizer (lr, betas, max_grad_norm, ...).
+        groups: Settings of the param groups of Muon: of those with "muon" and those with "adamw".
         scaler: Keyword arguments of swapio.optim.GradScaler; empty unless fp16 is set up.
         uses_scaler: Whether fp16 is on; None when the file does not say.
         stage: ZeRO stage, or None when the file does not say.
@@ -42,6 +43,7 @@ class DeepSpeedMapping:
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     optimizer: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     uses_scaler: bool | None = None
     stage: int | None = None
@@ -94,6 +96,16 @@ def to_argument(name: str, parse: Parser | None = None) -> Rule:
     return Rule("mapped", f"optimizer argument `{name}`", apply)
 
 
+def to_group(rule: str, name: str) -> Rule:
+    """Return the rule for a key that is a setting of Muon's or of its AdamW param groups."""
+
+    def apply(mapping: DeepSpeedMapping, key: str, value: Any) -> None:
+        mapping.groups.setdefault(rule, {})[name] = value
+        mapping.notes.append(Note(key, "mapped", f"{name} of the param groups stepped by {rule}"))
+
+    return Rule("mapped", f"`{name}` of the param groups stepped by {rule}", apply)
+
+
 def noted(why: str) -> Rule:
     """Return the rule for a key without effect here."""
     return Rule("noted", why, lambda mapping, key, _: mapping.note(key, why))
@@ -123,6 +135,6 @@ def refused_above(limit: int, why: str, otherwise: str = "off, as here") -> Rule
     return Rule("refused", f"above {limit}: {why}", apply)
 
 
-def custom(text: str, apply: Apply) -> Rule:
-    """Return a rule for a key that is mapped in a way of its own."""
-    return Rule("mapped", text, apply)
+def custom(text: str, apply: Apply, *, outcome: str = "mapped") -> Rule:
+    """Return a rule for a key that is treated in a way of its own."""
+    return Rule(outcome, text, apply)

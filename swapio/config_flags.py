@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from swapio.config import SwapConfig, field_names, setting_of
@@ -26,23 +26,30 @@ from swapio.config_sources import (
 from swapio.errors import ConfigError
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, prefix: str = "swap") -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    prefix: str = "swap",
+    only: Collection[str] | None = None,
+) -> None:
     """Add a flag for every setting, and one for a configuration file, in a group of their own.
 
     Args:
         parser: Where they are added. Switches get a --no-... twin.
-        prefix: What the flags begin with: --swap-path.
+        prefix: What the flags begin with: --swap-path; "" for --path.
+        only: Fields that get a flag; None for all.
     """
     group = parser.add_argument_group("optimizer state (swapio)")
     group.add_argument(
-        f"--{prefix}-config",
+        flag_of("config", prefix),
+        dest=_dest("config", prefix),
         metavar="FILE",
         help="settings from a JSON or TOML file of swapio's or DeepSpeed's; other flags win",
     )
-    for name in field_names():
+    for name in field_names() if only is None else only:
         about = setting_of(name)
         options: dict[str, Any] = {
-            "dest": f"{_dest(prefix)}_{name}",
+            "dest": _dest(name, prefix),
             "default": None,
             "help": _help(name, about.doc),
         }
@@ -71,15 +78,14 @@ def from_arguments(
     Raises:
         ConfigError: The file or a value is not valid.
     """
-    dest = _dest(prefix)
-    file = getattr(namespace, f"{dest}_config", None)
+    file = getattr(namespace, _dest("config", prefix), None)
     if file is None:
         config = with_environment(SwapConfig(), environment)
     else:
         config = from_file(file, environment=environment)
     changes, sources = {}, config.sources
     for name in field_names():
-        value = getattr(namespace, f"{dest}_{name}", None)
+        value = getattr(namespace, _dest(name, prefix), None)
         if value is not None:
             changes[name] = _joined(value) if name == "path" else value
             sources[name] = f"{FLAG_SOURCE} {flag_of(name, prefix)}"
@@ -88,11 +94,13 @@ def from_arguments(
 
 def flag_of(name: str, prefix: str = "swap") -> str:
     """Return the flag of a field: --swap-host-memory; swap_gradients is --swap-gradients."""
-    return f"--{prefix}-{name.removeprefix(f'{_dest(prefix)}_').replace('_', '-')}"
+    words = name if not prefix or name.startswith(f"{prefix}_") else f"{prefix}-{name}"
+    return f"--{words.replace('_', '-')}"
 
 
-def _dest(prefix: str) -> str:
-    return prefix.replace("-", "_")
+def _dest(name: str, prefix: str) -> str:
+    # Apart from what the script calls its own values, also without a prefix.
+    return f"{prefix.replace('-', '_') or 'swapio'}__{name}"
 
 
 def _checked(name: str) -> Callable[[str], str]:
@@ -122,6 +130,8 @@ def _metavar(name: str, unit: str) -> str:
         words = ("true", "false", "auto")
     if words:
         return "{" + ",".join(words) + "}"
+    if unit == "bytes per second":
+        return "RATE"
     kind = unit.split(",")[0].split()[0].upper()
     return {"BYTES": "SIZE", "ELEMENTS": "N", "FLOAT32": "DTYPE"}.get(kind, kind)
 

@@ -53,7 +53,9 @@ def from_dict(
         ConfigError: An unknown key, or a value that is not valid.
     """
     mapped, values, origins = _from_mapping(data, source)
-    config = with_environment(with_sources(values, origins), environment)
+    keep_in_ram = "path" in values and values["path"] is None
+    config = with_sources(values, origins)
+    config = with_environment(config, environment, keep_in_ram=keep_in_ram)
     if mapped.needs_path and config.path is None:
         raise ConfigError(
             f"{mapped.needs_path} is 'nvme' in {source}, but there is no nvme_path: name the "
@@ -179,6 +181,9 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     known = {variable_of(name): name for name in field_names()}
     found = {}
     for variable, text in environment.items():
+        if not text.strip():
+            # An empty variable is how a shell takes one back.
+            continue
         if variable in known:
             found[known[variable]] = text
         elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
@@ -272,12 +277,20 @@ def _own_section(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     return dict(data), {}
 
 
-def describe(config: SwapConfig) -> str:
-    """Return a table of every field, its value and where the value came from."""
+def describe(config: SwapConfig, *, changed: bool = False) -> str:
+    """Return a table of fields, their values and where the values came from.
+
+    Args:
+        config: What to show.
+        changed: Leave out what is at its default.
+    """
+    sources = config.sources
     rows = [
-        (name, _shown(name, getattr(config, name)), config.sources[name]) for name in field_names()
+        (name, _shown(name, getattr(config, name)), sources[name])
+        for name in field_names()
+        if not changed or sources[name] != DEFAULT_SOURCE
     ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     return "\n".join(
         f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows
     )

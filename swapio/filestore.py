@@ -22,7 +22,7 @@ from typing import Any
 
 from swapio.aio import Engine
 from swapio.committer import Committer
-from swapio.errors import CheckpointError, ClosedError, ConfigError, SwapStateError
+from swapio.errors import AioError, CheckpointError, ClosedError, ConfigError, SwapStateError
 from swapio.holds import FileHold, locate_slot
 from swapio.provision import provide_slots
 from swapio.recovery import recover_store
@@ -45,6 +45,7 @@ from swapio.striping import FileGroup, SubGroupLayout, group_files, lay_out
 from swapio.tasks import TaskQueue
 from swapio.transaction import FileTransaction, Shared
 from swapio.transfer import Counters, Mover
+from swapio.verification import verify_slots
 
 _logger = logging.getLogger("swapio.store")
 
@@ -122,6 +123,12 @@ class FileStore(SwapStore):
     def previous(self) -> PreviousRun | None:
         """What an earlier run left in the folder."""
         return self._folders.previous
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory that the store holds: checksums of all slots, and the scratch buffer."""
+        hashes = sum(slot.hashes.nbytes for s in self._sub_groups.values() for slot in s.slots)
+        return hashes + self._shared.scratch.nbytes
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -229,6 +236,11 @@ class FileStore(SwapStore):
         sub_group = self._fenced(key)
         return locate_slot(sub_group, sub_group.require_live())
 
+    def verify(self, keys: Iterable[str] | None = None, progress: Progress | None = None) -> int:
+        """Read the LIVE slots of all written sub-groups, or of `keys`; see `verify_slots`."""
+        with self.hold(keys) as hold:
+            return verify_slots(self._shared, hold.slots, progress)
+
     def hold(self, keys: Iterable[str] | None = None) -> FileHold:
         """Pin LIVE slots; see `SwapStore.hold`."""
         chosen = list(self.keys) if keys is None else list(keys)
@@ -266,6 +278,7 @@ class FileStore(SwapStore):
         manifest = self._folders.previous_manifest
         if manifest is None:
             return None
+        self._folders.require_same_order()
         if manifest.pattern != self._folders.pattern:
             raise CheckpointError(
                 f"the committed state is striped as {list(manifest.pattern)} over "
@@ -320,9 +333,13 @@ class FileStore(SwapStore):
         self._shared.scratch.close()
         if remove is None:
             remove = not self._committer.has_commits and not self._must_keep_previous()
-        if not remove and self._groups:
-            self._write_manifest("closed")
-        self._folders.close(remove=remove)
+        try:
+            if not remove and self._groups:
+                self._write_manifest("closed")
+        except AioError as full:
+            _logger.warning("the end of the run is not noted, all else is: %s", full)
+        finally:
+            self._folders.close(remove=remove)
         if error is not None:
             raise error
 
@@ -332,7 +349,7 @@ class FileStore(SwapStore):
 
     def num_free_slots(self, key: str) -> int:
         """Return how many slots the next write transaction could choose from."""
-        sub_group = self._get(key)
+        sub_group = self._fenced(key)
         with self._shared.lock:
             return len(sub_group.free_slots(in_place=self.durability == "checkpoint"))
 
@@ -415,7 +432,7 @@ class FileStore(SwapStore):
                 previous.steps[0],
                 previous.pid,
             )
-        self._folders.log.close(remove=True)
+        self._folders.discard_commits()
         manifest = self._folders.previous_manifest
         return manifest is not None and manifest.state != "allocating"
 
@@ -460,9 +477,10 @@ def _add_slots(members: Sequence[SubGroup], file_set: SlotFileSet) -> None:
 
 def _holdable(sub_group: SubGroup) -> Slot:
     slot = sub_group.require_live()
-    if sub_group.has_transaction:
+    if slot.is_target:
         raise SwapStateError(
-            f"sub-group {sub_group.key!r} is being written; seal or abort its transaction first"
+            f"sub-group {sub_group.key!r} is being written in place; seal or abort its "
+            "transaction first"
         )
     if slot.bad or slot.has_failed:
         raise SwapStateError(

@@ -50,6 +50,11 @@ class FileHold(Hold):
         """Return the held slot's blob."""
         return self._get(key)[1].meta
 
+    @property
+    def slots(self) -> list[tuple[SubGroup, Slot]]:
+        """The held sub-groups and slots."""
+        return list(self._held.values())
+
     def release(self, keys: Iterable[str] | None = None) -> None:
         """Let the slots be written again; see `Hold.release`."""
         with self._shared.lock:

@@ -31,6 +31,7 @@ _logger = logging.getLogger("swapio.store")
 
 LOCK_NAME = "lock"
 POLL_SECONDS = 0.02
+QUIET_SECONDS = 0.2
 
 
 class Deadline:
@@ -38,21 +39,22 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._start = time.monotonic()
         self._has_logged = False
 
-    def wait(self, reason: str) -> None:
-        """Sleep a little.
+    def wait(self, reason: str, *, quiet_seconds: float = 0.0) -> None:
+        """Sleep a little, and log why after `quiet_seconds`.
 
         Raises:
             StoreLockedError: If the time is over; `reason` says what is in the way.
         """
-        if time.monotonic() >= self._end:
+        waited = time.monotonic() - self._start
+        if waited >= self.seconds:
             raise StoreLockedError(
                 f"{reason}; gave up after {self.seconds:g} s. Use another path or namespace, end "
                 "the other run, or raise lock_timeout"
             )
-        if not self._has_logged:
+        if waited >= quiet_seconds and not self._has_logged:
             self._has_logged = True
             _logger.warning("waiting up to %g s: %s", self.seconds, reason)
         time.sleep(POLL_SECONDS)
@@ -65,7 +67,9 @@ class FolderLock:
         self.folder = folder
         self._descriptor = -1
         while (descriptor := _try_lock(folder)) is None:
-            deadline.wait(f"{folder} is in use by {_owner(folder)}")
+            # Another rank that looks for leftovers has the lock for a moment: not worth a line.
+            reason = f"{folder} is in use by {_owner(folder)}"
+            deadline.wait(reason, quiet_seconds=QUIET_SECONDS)
         self._descriptor = descriptor
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
         os.ftruncate(descriptor, 0)

@@ -11,13 +11,13 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from swapio.align import BLOCK_BYTES
 from swapio.checksum import hash_bytes
-from swapio.errors import CorruptionError
+from swapio.errors import AioError, CorruptionError
 from swapio.store import RecordLayout
 from swapio.striping import FileGroup, SubGroupLayout, lay_out
 
@@ -107,7 +107,11 @@ def restore_groups(manifest: Manifest) -> list[tuple[FileGroup, int]]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest of `folder`; blocks until it is on storage."""
+    """Replace the manifest of `folder`; blocks until it is on storage.
+
+    Raises:
+        AioError: If it cannot be written; the one before stays.
+    """
     content = {"format": FORMAT, "version": FORMAT_VERSION, "block_bytes": BLOCK_BYTES}
     content |= asdict(manifest)
     content["hash"] = f"{_hash(content):016x}"
@@ -118,10 +122,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(folder / FILE_NAME)
+        sync_folder(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        hint = "The manifest before it is still there"
+        raise AioError(error.errno or 0, "write", folder / FILE_NAME, hint=hint) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -152,11 +160,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     fields["pattern"] = tuple(fields["pattern"])
     fields["groups"] = tuple(fields["groups"])
     return Manifest(**fields)
-
-
-def with_state(manifest: Manifest, state: str) -> Manifest:
-    """Return the manifest with another state."""
-    return replace(manifest, state=state)
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from swapio.plan_time import Rates
 
 _TABLE_BYTES_PER_BLOCK = 16
 # 8 for the live slot's checksum, 8 for that of the slot being written.
+
+# A model has tens of thousands of sub-groups, nearly all alike.
+_cached = functools.lru_cache(maxsize=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,12 @@ class PlanRequest:
     def from_config(
         cls, config: SwapConfig, sub_groups: Sequence[SubGroupSize], **more: Any
     ) -> PlanRequest:
-        """Take what a SwapConfig says; `more` are fields of PlanRequest, and win."""
+        """Take what a SwapConfig says; `more` are fields of PlanRequest, and win.
+
+        Without any pipeline, sub-groups are taken whole: the blocking swapper does not stream.
+        """
+        if config.swapper == "partitioned":
+            sub_groups = [group._replace(is_whole=True) for group in sub_groups]
         rates = Rates(
             read=config.read_bandwidth, write=config.write_bandwidth, mixed=config.mixed_bandwidth
         )
@@ -87,11 +96,13 @@ class PlanRequest:
         return self.durability != "checkpoint" and self.has_storage
 
 
+@_cached
 def tagged(group: SubGroupSize) -> SubGroupSize:
     """Return the sub-group with only the records that are tagged resident."""
     return group._replace(records=tuple(r for r in group.records if r.is_resident))
 
 
+@_cached
 def untagged(group: SubGroupSize) -> SubGroupSize:
     """Return the sub-group without the records that are tagged resident."""
     return group._replace(records=tuple(r for r in group.records if not r.is_resident))
@@ -102,6 +113,7 @@ def record_bytes(numel: int, record: RecordSize) -> int:
     return round_up(numel * record.item_bytes, PAGE_BYTES)
 
 
+@_cached
 def ram_bytes(group: SubGroupSize) -> int:
     """Return what the records take when they are resident; a written parameter is the user's."""
     return sum(record_bytes(group.numel, r) for r in group.records if r.is_read)

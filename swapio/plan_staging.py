@@ -43,8 +43,9 @@ class Staging:
 
 def stagings(groups: Sequence[SubGroupSize], request: PlanRequest) -> Iterator[Staging]:
     """Yield ways to stream, the best first, the smallest last."""
-    elementwise = [group for group in groups if not group.is_whole]
-    whole_bytes = max((chunk_bytes(g, g.numel) for g in groups if g.is_whole), default=0)
+    kinds = set(groups)  # of tens of thousands of sub-groups, nearly all alike
+    elementwise = [group for group in kinds if not group.is_whole]
+    whole_bytes = max((chunk_bytes(g, g.numel) for g in kinds if g.is_whole), default=0)
     unit = max((block_numel(group.records) for group in elementwise), default=BLOCK_BYTES // 4)
     longest = round_up(max((group.numel for group in elementwise), default=1), unit)
     if request.chunk_numel == "auto":

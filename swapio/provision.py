@@ -13,6 +13,7 @@ from pathlib import Path
 
 from swapio.aio import File
 from swapio.filesystem import check_space, raise_descriptor_limit
+from swapio.manifest import sync_folder
 from swapio.slotfiles import SlotFiles, SlotFileSet, is_reusable
 from swapio.store import Progress
 from swapio.striping import FileGroup
@@ -62,6 +63,8 @@ def provide_slots(
     try:
         made.extend(files.create(*slot) for slot in wanted)
         written = files.write_once(_unwritten(made, sizes, reused), progress)
+        for folder in files.folders:
+            sync_folder(folder)
     except BaseException:
         for file_set in made:
             files.discard(file_set)

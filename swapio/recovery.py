@@ -19,8 +19,8 @@ from swapio.manifest import Manifest, restore_groups
 from swapio.slotfiles import SlotFiles, num_links
 from swapio.slots import SubGroup
 from swapio.striping import FileGroup, SubGroupLayout
-from swapio.tables import SlotTable, decode_table
-from swapio.transaction import Shared, move_table
+from swapio.tables import SlotTable
+from swapio.transaction import Shared, read_table
 
 _logger = logging.getLogger("swapio.store")
 
@@ -130,12 +130,10 @@ def _read_tables(
         if entry.slot >= len(sub_group.slots):
             raise CorruptionError(f"the commit names slot {entry.slot} of {sub_group.key!r}")
         slot = sub_group.slots[entry.slot]
-        file = slot.files[0]
-        where = f"{file.path if file is not None else '?'} at offset {slot.bases[0]}"
-        table = decode_table(sub_group.layout, move_table(shared, sub_group, slot), where)
+        table = read_table(shared, sub_group, slot)
         if (table.table_hash, table.generation) != (entry.table_hash, entry.generation):
             raise CorruptionError(
-                f"{where}: slot {entry.slot} of {sub_group.key!r} holds generation "
+                f"slot {entry.slot} of {sub_group.key!r} holds generation "
                 f"{table.generation}, the commit names generation {entry.generation}"
             )
         if table.has_checksums != shared.mover.has_checksums:

@@ -155,7 +155,8 @@ class SlotFiles:
         for file in self.open_files:
             if remove:
                 Path(file.path).unlink(missing_ok=True)
-            _close(file)
+            if not self._engine.closed:
+                _close(file)
         self.open_files.clear()
         if remove:
             for folder in self._folders:

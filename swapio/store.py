@@ -312,7 +312,8 @@ class SwapStore(abc.ABC):
         Waits for seals on their way.
 
         Raises:
-            SwapStateError: If one has an open transaction, or was never written.
+            SwapStateError: If one is being written in place, or lost blocks that way, or was
+                never written.
         """
 
     @abc.abstractmethod
@@ -358,7 +359,10 @@ class SwapStore(abc.ABC):
 
     @abc.abstractmethod
     def num_free_slots(self, key: str) -> int:
-        """Return how many slots the next write transaction could choose from."""
+        """Return how many slots the next write transaction could choose from.
+
+        Waits for a seal on its way.
+        """
 
     @property
     @abc.abstractmethod

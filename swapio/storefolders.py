@@ -15,14 +15,15 @@ from pathlib import Path
 
 from swapio.aio import Engine
 from swapio.checksum import hash_bytes
+from swapio.commit import FILE_NAMES as COMMIT_NAMES
 from swapio.commitlog import CommitLog
-from swapio.errors import ConfigError
+from swapio.errors import AioError, CheckpointError, ConfigError, SwapioError
 from swapio.filesystem import note_filesystem, usable_folder
 from swapio.leftovers import FOLDER_PREFIX, read_previous, sweep_siblings
 from swapio.locking import Deadline, FolderLock, claim_name, disclaim
-from swapio.manifest import FILE_NAME, Manifest, describe_groups, write_manifest
+from swapio.manifest import FILE_NAME, Manifest, describe_groups, sync_folder, write_manifest
 from swapio.slotfiles import SlotFiles
-from swapio.store import Durability
+from swapio.store import Durability, PreviousRun
 from swapio.striping import FileGroup, stripe_pattern
 
 NAMESPACE_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
@@ -79,12 +80,40 @@ class StoreFolders:
             for parent, folder in zip(parents, self.folders, strict=True):
                 sweep_siblings(parent, engine)
                 note_filesystem(folder)
-            self.previous, self.previous_manifest = read_previous(self.folders[0])
+            self.previous, self.previous_manifest = _find_previous(self.folders)
             self.files = SlotFiles(engine, self.folders, lock_timeout)
             self.log = CommitLog(engine, self.folders[0], lock_timeout)
-        except BaseException:
+        except BaseException as error:
             self.unlock(remove=False)
+            if isinstance(error, OSError) and not isinstance(error, SwapioError):
+                path = error.filename or self.folders[0]
+                raise AioError(error.errno or 0, "set-up", path) from error
             raise
+
+    def require_same_order(self) -> None:
+        """Check that the folders are those of the earlier run, in its order.
+
+        Raises:
+            CheckpointError: If one is missing, strange, or at another place.
+        """
+        wanted = self.previous_manifest
+        for index, folder in enumerate(self.folders):
+            found = read_previous(folder)[1]
+            if wanted is None or found is None or found.store_id != wanted.store_id:
+                raise CheckpointError(f"{folder} is not a part of the state to recover")
+            if found.path_index != index or found.num_paths != len(self.folders):
+                raise CheckpointError(
+                    f"{folder} is path {found.path_index} of {found.num_paths} of the state to "
+                    f"recover, and is given as path {index} of {len(self.folders)}: give the same "
+                    "paths in the same order"
+                )
+
+    def discard_commits(self) -> None:
+        """Remove the commit records, whatever order the folders had."""
+        self.log.close(remove=True)
+        for folder in self.folders:
+            for name in COMMIT_NAMES:
+                (folder / name).unlink(missing_ok=True)
 
     def write_manifest(
         self,
@@ -94,7 +123,7 @@ class StoreFolders:
         *,
         has_checksums: bool,
     ) -> None:
-        """Replace the manifest in every folder; blocks until it is on storage."""
+        """Replace the manifest in every folder; blocks until it is on storage, names and all."""
         for index, folder in enumerate(self.folders):
             manifest = Manifest(
                 store_id=self.store_id,
@@ -110,6 +139,7 @@ class StoreFolders:
                 groups=describe_groups(groups),
             )
             write_manifest(folder, manifest)
+            sync_folder(folder.parent)
 
     def close(self, *, remove: bool) -> None:
         """Close and unlock everything; remove it if asked."""
@@ -132,6 +162,14 @@ class StoreFolders:
             lock.release(remove=remove)
         self._locks.clear()
         disclaim(self.folders)
+
+
+def _find_previous(folders: Sequence[Path]) -> tuple[PreviousRun | None, Manifest | None]:
+    """Return the earlier run of the first folder that has commits, or that has a manifest."""
+    found = [read_previous(folder) for folder in folders]
+    found = [entry for entry in found if entry[0] is not None]
+    with_commits = [entry for entry in found if entry[0] is not None and entry[0].steps]
+    return (with_commits or found or [(None, None)])[0]
 
 
 def _usable_parents(

@@ -13,6 +13,7 @@ the manifest states it again and a reader compares.
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -138,7 +139,7 @@ def lay_out(
     for layout in layouts:
         places[layout.name] = _place(layout, block, pattern, phase, ends)
         block += num_blocks(layout.nbytes)
-    declaration = repr((key, [tuple(layout) for layout in layouts], meta_bytes))
+    declaration = json.dumps([key, layouts, meta_bytes], separators=(",", ":"))
     return SubGroupLayout(
         key=key,
         layouts=layouts,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swapio.align import PAGE_BYTES, round_up
 from swapio.checksum import Hashes, hash_bytes
 from swapio.errors import CorruptionError
 from swapio.striping import TABLE_HEADER_BYTES, SubGroupLayout
@@ -49,7 +50,10 @@ class SlotTable:
 def encode_table(
     layout: SubGroupLayout, generation: int, hashes: Hashes, meta: bytes, *, has_checksums: bool
 ) -> tuple[bytes, int]:
-    """Return the whole table region, padded with zeros, and its checksum."""
+    """Return the used pages of the table region, padded with zeros, and the table's checksum.
+
+    The region keeps room for the largest blob; what lies behind the used pages is never written.
+    """
     lengths = np.array([record.nbytes for record in layout.layouts], dtype="<u8")
     body = lengths.tobytes() + hashes.astype("<u8", copy=False).tobytes() + meta
     header = _HEADER.pack(
@@ -67,17 +71,23 @@ def encode_table(
     )
     table_hash = hash_bytes(header + body)
     data = header[:_CHECKSUM_OFFSET] + struct.pack("<Q", table_hash) + body
-    return data.ljust(layout.table_bytes, b"\0"), table_hash
+    return data.ljust(round_up(len(data), PAGE_BYTES), b"\0"), table_hash
+
+
+def used_table_bytes(layout: SubGroupLayout, first_page: bytes) -> int:
+    """Return how much of a table region must be read, from its first page; nothing is trusted."""
+    used = _HEADER.unpack_from(first_page)[9]
+    return min(layout.table_bytes, max(PAGE_BYTES, round_up(used, PAGE_BYTES)))
 
 
 def decode_table(layout: SubGroupLayout, data: bytes, where: str) -> SlotTable:
-    """Check every field of a table region and return what it says.
+    """Check every field of the used pages of a table region and return what it says.
 
     Raises:
         CorruptionError: If a field is not what the layout and the checksum say; names it.
     """
-    if len(data) != layout.table_bytes:
-        raise CorruptionError(f"{where}: the table has {len(data)} bytes, not {layout.table_bytes}")
+    if len(data) < _HEADER.size:
+        raise CorruptionError(f"{where}: a slot table of {len(data)} bytes is cut short")
     (magic, version, header_bytes, identity, generation, num_records, blocks, meta_bytes, flags,
      used, table_hash) = _HEADER.unpack_from(data)  # fmt: skip
     expected_used = _HEADER.size + 8 * len(layout.layouts) + 8 * layout.num_blocks + meta_bytes
@@ -96,7 +106,9 @@ def decode_table(layout: SubGroupLayout, data: bytes, where: str) -> SlotTable:
             raise CorruptionError(
                 f"{where}: slot table of {layout.key!r}: {name} is {got!r}, expected {wanted!r}"
             )
-    if used > layout.table_bytes or any(data[used:]):
+    if used > min(layout.table_bytes, len(data)):
+        raise CorruptionError(f"{where}: slot table of {layout.key!r}: it ends at {len(data)}")
+    if any(data[used : round_up(used, PAGE_BYTES)]):
         raise CorruptionError(f"{where}: slot table of {layout.key!r}: bytes after its end")
     zeroed = data[:_CHECKSUM_OFFSET] + bytes(8) + data[_CHECKSUM_OFFSET + 8 : used]
     if hash_bytes(zeroed) != table_hash:

@@ -20,12 +20,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from swapio.aio import OP_READ, OP_WRITE, File, Request
-from swapio.align import BLOCK_BYTES
+from swapio.align import BLOCK_BYTES, PAGE_BYTES
 from swapio.buffers import BufferPool, Lease
 from swapio.errors import ConfigError, SwapStateError
 from swapio.slots import Slot, SubGroup
 from swapio.store import Piece, TransferFuture, WriteTransaction
-from swapio.tables import encode_table
+from swapio.tables import SlotTable, decode_table, encode_table, used_table_bytes
 from swapio.tasks import Task, TaskQueue
 from swapio.transfer import Counters, Mover, WriteTransfer
 
@@ -52,6 +52,12 @@ class Scratch:
                 # A transfer may still be on its way into it: the next user gets another one.
                 self._lease = None
                 raise
+
+    @property
+    def nbytes(self) -> int:
+        """Its size; 0 while nobody has needed it."""
+        lease = self._lease
+        return 0 if lease is None else lease.nbytes
 
     def close(self) -> None:
         """Give the memory up."""
@@ -227,22 +233,37 @@ class FileTransaction(WriteTransaction):
             self._meta,
             has_checksums=mover.has_checksums,
         )
-        move_table(self._shared, self._sub_group, self._slot, data)
-        self._shared.counters.add(bytes_tables=layout.table_bytes)
+        write_table(self._shared, self._slot, data)
+        self._shared.counters.add(bytes_tables=len(data))
         return table_hash
 
 
-def move_table(shared: Shared, sub_group: SubGroup, slot: Slot, data: bytes | None = None) -> bytes:
-    """Write `data` as a slot's table region, or read it with None; blocks; returns the bytes."""
-    nbytes = sub_group.layout.table_bytes
+def write_table(shared: Shared, slot: Slot, data: bytes) -> None:
+    """Write the used pages of a slot's table; blocks."""
+    with shared.scratch.borrow(len(data)) as lease:
+        lease.memory[: len(data)] = data
+        _move(shared, slot, OP_WRITE, lease, len(data))
+
+
+def read_table(shared: Shared, sub_group: SubGroup, slot: Slot) -> SlotTable:
+    """Read and check a slot's table; blocks.
+
+    Raises:
+        CorruptionError: If it is not whole, or another sub-group's.
+    """
+    layout = sub_group.layout
+    with shared.scratch.borrow(layout.table_bytes) as lease:
+        _move(shared, slot, OP_READ, lease, PAGE_BYTES)
+        nbytes = used_table_bytes(layout, bytes(lease.memory[:PAGE_BYTES]))
+        _move(shared, slot, OP_READ, lease, nbytes)
+        data = bytes(lease.memory[:nbytes])
+    file = slot.files[0]
+    return decode_table(layout, data, f"{file and file.path} at offset {slot.bases[0]}")
+
+
+def _move(shared: Shared, slot: Slot, op: int, lease: Lease, nbytes: int) -> None:
     file = slot.files[0]
     if file is None:
-        raise SwapStateError(f"sub-group {sub_group.key!r} has no file on the first path")
-    with shared.scratch.borrow(nbytes) as lease:
-        op = OP_READ
-        if data is not None:
-            op = OP_WRITE
-            lease.memory[:nbytes] = data
-        request = Request(op, file, lease.address, nbytes, slot.bases[0])
-        shared.mover.engine.submit([request], owner=lease).result()
-        return data if data is not None else bytes(lease.memory[:nbytes])
+        raise SwapStateError("the sub-group has no file on the first path")
+    request = Request(op, file, lease.address, nbytes, slot.bases[0])
+    shared.mover.engine.submit([request], owner=lease).result()

@@ -129,6 +129,7 @@ class Core final : public Source {
   void settle(Piece* piece, int64_t result);
   bool should_retry(Piece* piece, int64_t result);
   bool advance(Piece* piece, int64_t result);
+  void go_buffered(Piece* piece);
   void finish(Piece* piece, bool failed, int error);
   void fail(Request* request, uint64_t failed_at, int error);
   void finish_request(Request* request);

@@ -3,8 +3,9 @@
 //
 // Facts about results, and what follows:
 // - A short transfer is legal at any time. The rest is asked for again, from an aligned offset when
-//   it is direct I/O (an unaligned one gives EINVAL). Only an attempt that gets no further than the
-//   one before it means the end of the file (or of the device).
+//   it is direct I/O (an unaligned one gives EINVAL). An attempt that gets no further than the one
+//   before it has met the end of the file, or is unlucky: the buffered descriptor, which needs no
+//   alignment, tells. Only a transfer of 0 bytes means the end.
 // - Direct I/O may be refused at the first transfer although open() accepted O_DIRECT (overlay over
 //   squashfs, FUSE): EINVAL. Where the caller allows it the file goes on buffered.
 // - Buffered writeback fails later, in sync_file_range; the next write or sync of the file tells.
@@ -224,20 +225,30 @@ bool Core::should_retry(Piece* piece, int64_t result) {
   if (result == -EINVAL && piece->direct && piece->file->may_fall_back) {
     piece->file->direct = false;
     piece->request->batch->flags |= SWAPIO_FLAG_FELL_BACK;
-    piece->direct = false;
-    if (piece->bounce != nullptr) bounce_pool_.put(std::move(piece->bounce));
+    go_buffered(piece);
     return true;
   }
   return false;
 }
 
-// Notes what was moved. True when the piece is over: whole, or no further than the last time.
+// Notes what was moved. True when the piece is over: whole, or nothing more comes.
 bool Core::advance(Piece* piece, int64_t result) {
   const uint64_t reached = std::min(piece->done + static_cast<uint64_t>(result), piece->nbytes);
   const bool further = reached > piece->best;
   piece->best = std::max(piece->best, reached);
-  piece->done = piece->direct ? round_down(reached, piece->file->page_bytes()) : reached;
-  return reached == piece->nbytes || !further;
+  if (reached == piece->nbytes || result == 0) return true;
+  if (piece->direct && further) {
+    piece->done = round_down(reached, piece->file->page_bytes());
+    return false;
+  }
+  if (piece->direct) go_buffered(piece);
+  piece->done = piece->best;
+  return false;
+}
+
+void Core::go_buffered(Piece* piece) {
+  piece->direct = false;
+  if (piece->bounce != nullptr) bounce_pool_.put(std::move(piece->bounce));
 }
 
 void Core::finish(Piece* piece, bool failed, int error) {

@@ -24,7 +24,7 @@ struct Coefficients {
   F scale, new_scale, b1, c1, b2, c2, decay, l2, step_size, r2, eps, inv_b1, inv_b2, inv_decay;
 };
 
-static inline Coefficients broadcast(const AdamConstants& c) {
+SWAPIO_INLINE Coefficients broadcast(const AdamConstants& c) {
   return {set1(c.scale), set1(c.new_scale), set1(c.b1),     set1(c.c1),        set1(c.b2),
           set1(c.c2),    set1(c.decay),     set1(c.l2),     set1(c.step_size), set1(c.r2),
           set1(c.eps),   set1(c.inv_b1),    set1(c.inv_b2), set1(c.inv_decay)};
@@ -34,19 +34,23 @@ struct State {
   F p, m, v;
 };
 
-static inline F denominator(F v, const Coefficients& k) { return add(mul(sqrt(v), k.r2), k.eps); }
+SWAPIO_INLINE void make_canonical(State& s) {
+  s.p = canonical(s.p);
+  s.m = canonical(s.m);
+  s.v = canonical(s.v);
+}
+
+SWAPIO_INLINE F denominator(F v, const Coefficients& k) { return add(mul(sqrt(v), k.r2), k.eps); }
 
 struct Step {
-  static constexpr bool kRescales = false;
-  static inline State apply(State s, F g, const Coefficients& k, const AdamConstants& c) {
+  SWAPIO_INLINE void apply(State& s, F g, const Coefficients& k, const AdamConstants& c) {
     g = mul(g, k.scale);
     if (c.use_l2) g = add(g, mul(k.l2, s.p));
-    const F m = add(mul(k.b1, s.m), mul(k.c1, g));
-    const F v = add(mul(k.b2, s.v), mul(mul(k.c2, g), g));
-    const F p = sub(mul(s.p, k.decay), div(mul(k.step_size, m), denominator(v, k)));
+    s.m = add(mul(k.b1, s.m), mul(k.c1, g));
+    s.v = add(mul(k.b2, s.v), mul(mul(k.c2, g), g));
+    s.p = sub(mul(s.p, k.decay), div(mul(k.step_size, s.m), denominator(s.v, k)));
     // p is nan wherever m or v is, so one test covers all three.
-    if (any(is_nan(p))) return {canonical(p), canonical(m), canonical(v)};
-    return {p, m, v};
+    if (any(is_nan(s.p))) make_canonical(s);
   }
 };
 
@@ -56,8 +60,7 @@ struct Step {
 // step, a row touched for the first time): it gets the direct step's v, and m likewise. The general
 // formula would leave v to cancellation there.
 struct Rescale {
-  static constexpr bool kRescales = true;
-  static inline State apply(State s, F g, const Coefficients& k, const AdamConstants&) {
+  SWAPIO_INLINE void apply(State& s, F g, const Coefficients& k, const AdamConstants&) {
     const F g_old = mul(g, k.scale), g_new = mul(g, k.new_scale);
     const F m_first = mul(k.c1, g_old);
     const F v_first = mul(mul(k.c2, g_old), g_old), v_bound = mul(mul(k.c2, g_new), g_new);
@@ -67,23 +70,19 @@ struct Rescale {
     const F m = select(both(fresh, eq(s.m, m_first)), mul(k.c1, g_new), m_moved);
     // A nan in v_moved fails the comparison and stays.
     const F v = select(either(fresh, lt(v_moved, v_bound)), v_bound, v_moved);
-    const F p = sub(s.p, mul(k.step_size, update_difference(m, v, s, k)));
-    if (any(is_nan(p))) return {canonical(p), canonical(m), canonical(v)};
-    return {p, m, v};
+    s = {sub(s.p, mul(k.step_size, update_difference(m, v, s, k))), m, v};
+    if (any(is_nan(s.p))) make_canonical(s);
   }
 
-  // U(m, v) - U(s.m, s.v) with one division. Lanes where the products leave fp32's normal range
-  // take two.
-  static inline F update_difference(F m, F v, const State& s, const Coefficients& k) {
+  // U(m, v) - U(s.m, s.v) with one division. Where the product of the denominators is far from 1 or
+  // the quotient overflows, intermediate values may have left fp32's normal range: two divisions.
+  // (Within the range, a product that underflows is off by 2^-149, the result by 2^-89 at most.)
+  SWAPIO_INLINE F update_difference(F m, F v, const State& s, const Coefficients& k) {
     const F d_new = denominator(v, k), d_old = denominator(s.v, k);
-    const F numerator = sub(mul(m, d_old), mul(s.m, d_new));
     const F product = mul(d_new, d_old);
-    const F huge = from_bits(iset1(0x7f7fffff)), tiny = from_bits(iset1(0x00800000));
-    const F size = abs(numerator);
-    const M small = either(lt(product, tiny), both(lt(size, tiny), lt(set1(0.0f), size)));
-    const M large = either(lt(huge, product), either(lt(huge, size), is_nan(size)));
-    const M bad = either(small, large);
-    const F fast = div(numerator, product);
+    const F fast = div(sub(mul(m, d_old), mul(s.m, d_new)), product);
+    const M far = either(lt(product, set1(0x1p-60f)), lt(set1(0x1p60f), product));
+    const M bad = either(far, not_lt(abs(fast), from_bits(iset1(0x7f800000))));
     if (!any(bad)) return fast;
     return select(bad, sub(div(m, d_new), div(s.m, d_old)), fast);
   }
@@ -91,8 +90,7 @@ struct Rescale {
 
 // The state before the step, algebraically: not bit exact, and lost where v overflowed.
 struct Rollback {
-  static constexpr bool kRescales = false;
-  static inline State apply(State s, F g, const Coefficients& k, const AdamConstants&) {
+  SWAPIO_INLINE void apply(State& s, F g, const Coefficients& k, const AdamConstants&) {
     g = mul(g, k.scale);
     const F update = div(mul(k.step_size, s.m), denominator(s.v, k));
     const F p = mul(add(s.p, update), k.inv_decay);
@@ -100,13 +98,14 @@ struct Rollback {
     const F v_signed = mul(sub(s.v, mul(mul(k.c2, g), g)), k.inv_b2);
     const F zero = set1(0.0f);
     const F v = select(lt(v_signed, zero), zero, v_signed);
-    return {canonical(p), canonical(m), canonical(v)};
+    s = {p, m, v};
+    make_canonical(s);
   }
 };
 
-// Views of a piece with typed, advancing pointers.
+// A piece with typed pointers; the arrays a form does not have are null and never touched.
 template <class P, class S, class G>
-struct Cursor {
+struct Arrays {
   const typename P::T* p;
   const typename G::T* g;
   const typename S::T* m;
@@ -119,12 +118,24 @@ struct Cursor {
   uint16_t* out;
 };
 
+// What a block needs beside its arrays.
+struct Context {
+  const AdamConstants& constants;
+  uint64_t first_position;  // of element 0 of the arrays
+  uint64_t noise_key;
+  Ties& ties;
+
+  inline __attribute__((always_inline)) uint64_t position(int64_t i) const {
+    return first_position + static_cast<uint64_t>(i);
+  }
+};
+
 // Stochastic rounding: a hash of the position (keyed by seed, step and the position's upper half)
 // is added below the bf16 mantissa, and what is below it is cut off. A canonical nan stays one: its
 // mantissa is clear there.
-static inline F add_noise(F x, const AdamPiece& piece, uint64_t position) {
-  const I key = iset1(static_cast<int32_t>(static_cast<uint32_t>(piece.noise_key)));
-  const I second_key = iset1(static_cast<int32_t>(static_cast<uint32_t>(piece.noise_key >> 32)));
+SWAPIO_INLINE F add_noise(F x, uint64_t noise_key, uint64_t position) {
+  const I key = iset1(static_cast<int32_t>(static_cast<uint32_t>(noise_key)));
+  const I second_key = iset1(static_cast<int32_t>(static_cast<uint32_t>(noise_key >> 32)));
   I r = iadd(iset1(static_cast<int32_t>(static_cast<uint32_t>(position))), iota());
   r = ixor(r, key);
   r = imul(ixor(r, ishr<16>(r)), iset1(0x7feb352d));
@@ -136,131 +147,111 @@ static inline F add_noise(F x, const AdamPiece& piece, uint64_t position) {
 
 // The four masters: how the value to update is loaded, and stored with its low-precision copy.
 struct MasterFp32 : Fp32 {
-  template <class C>
-  static inline F load_from(const C& c, uint64_t, const Ties&) {
-    return SWAPIO_ISA::load(c.p);
+  template <class A>
+  SWAPIO_INLINE F load_at(const A& a, int64_t i, const Context&) {
+    return Fp32::load(a.p + i);
   }
-  template <class C>
-  static inline void store_to(const C& c, F x, const AdamPiece&, const AdamConstants& k, uint64_t,
-                              Ties&) {
-    if (k.out == kOutBf16) {
-      // Split and separate masters agree on nan because both are canonical.
-      Bf16::store(c.out, x);
-    } else if (k.out == kOutFp16) {
-      Fp16::store(c.out, x);
+  template <class A>
+  SWAPIO_INLINE void store_at(const A& a, int64_t i, F x, const Context& context) {
+    if (context.constants.out == kOutBf16) {
+      Bf16::store(a.out + i, x);
+    } else if (context.constants.out == kOutFp16) {
+      Fp16::store(a.out + i, x);
     }
-    SWAPIO_ISA::store(c.p_to, x);
+    Fp32::store(a.p_to + i, x);
   }
 };
 
 struct MasterSplit : Bf16 {
-  template <class C>
-  static inline F load_from(const C& c, uint64_t position, const Ties& ties) {
-    return join_master(load_u16(c.p), load_i16(c.low), position, ties);
+  template <class A>
+  SWAPIO_INLINE F load_at(const A& a, int64_t i, const Context& context) {
+    return join_master(load_u16(a.p + i), load_i16(a.low + i), context.position(i), context.ties);
   }
-  template <class C>
-  static inline void store_to(const C& c, F x, const AdamPiece&, const AdamConstants&,
-                              uint64_t position, Ties& ties) {
-    split_master(x, c.p_to, c.low_to, position, ties);
+  template <class A>
+  SWAPIO_INLINE void store_at(const A& a, int64_t i, F x, const Context& context) {
+    split_master(x, a.p_to + i, a.low_to + i, context.position(i), context.ties);
   }
 };
 
 struct MasterBf16 : Bf16 {
-  template <class C>
-  static inline F load_from(const C& c, uint64_t, const Ties&) {
-    return Bf16::load(c.p);
+  template <class A>
+  SWAPIO_INLINE F load_at(const A& a, int64_t i, const Context&) {
+    return Bf16::load(a.p + i);
   }
-  template <class C>
-  static inline void store_to(const C& c, F x, const AdamPiece& piece, const AdamConstants& k,
-                              uint64_t position, Ties&) {
-    Bf16::store(c.p_to, k.stochastic ? add_noise(x, piece, position) : x);
+  template <class A>
+  SWAPIO_INLINE void store_at(const A& a, int64_t i, F x, const Context& context) {
+    if (context.constants.stochastic) x = add_noise(x, context.noise_key, context.position(i));
+    Bf16::store(a.p_to + i, x);
   }
 };
 
 struct MasterFp16 : Fp16 {
-  template <class C>
-  static inline F load_from(const C& c, uint64_t, const Ties&) {
-    return Fp16::load(c.p);
+  template <class A>
+  SWAPIO_INLINE F load_at(const A& a, int64_t i, const Context&) {
+    return Fp16::load(a.p + i);
   }
-  template <class C>
-  static inline void store_to(const C& c, F x, const AdamPiece&, const AdamConstants&, uint64_t,
-                              Ties&) {
-    Fp16::store(c.p_to, x);
+  template <class A>
+  SWAPIO_INLINE void store_at(const A& a, int64_t i, F x, const Context&) {
+    Fp16::store(a.p_to + i, x);
   }
 };
 
 template <class Op, class P, class S, class G>
-static inline void adam_block(const Cursor<P, S, G>& c, const AdamPiece& piece,
-                              const Coefficients& k, const AdamConstants& constants,
-                              uint64_t position, Ties& ties) {
-  const State before = {P::load_from(c, position, ties), S::load(c.m), S::load(c.v)};
-  const State after = Op::apply(before, G::load(c.g), k, constants);
-  P::store_to(c, after.p, piece, constants, position, ties);
-  S::store(c.m_to, after.m);
-  S::store(c.v_to, after.v);
+SWAPIO_INLINE void adam_block(const Arrays<P, S, G>& a, int64_t i, const Coefficients& k,
+                              const Context& context) {
+  State state = {P::load_at(a, i, context), S::load(a.m + i), S::load(a.v + i)};
+  Op::apply(state, G::load(a.g + i), k, context.constants);
+  P::store_at(a, i, state.p, context);
+  S::store(a.m_to + i, state.m);
+  S::store(a.v_to + i, state.v);
 }
 
-template <class T>
-static inline T* advance(T* p, int64_t numel) {
-  return p == nullptr ? p : p + numel;
-}
-
-template <class P, class S, class G>
-static inline Cursor<P, S, G> at(const AdamPiece& a, int64_t i) {
-  return {advance(static_cast<const typename P::T*>(a.param), i),
-          advance(static_cast<const typename G::T*>(a.grad), i),
-          advance(static_cast<const typename S::T*>(a.exp_avg), i),
-          advance(static_cast<const typename S::T*>(a.exp_avg_sq), i),
-          advance(static_cast<const int16_t*>(a.low), i),
-          advance(static_cast<typename P::T*>(a.param_to), i),
-          advance(static_cast<typename S::T*>(a.exp_avg_to), i),
-          advance(static_cast<typename S::T*>(a.exp_avg_sq_to), i),
-          advance(static_cast<uint16_t*>(a.low_to), i),
-          advance(static_cast<uint16_t*>(a.out), i)};
-}
-
-// Fewer than kWidth elements: the same block over zero-filled copies.
+// The last elements, fewer than kWidth: the same block over zero-filled copies.
 template <class Op, class P, class S, class G>
-static void adam_partial(const Cursor<P, S, G>& c, int64_t numel, const AdamPiece& piece,
-                         const Coefficients& k, const AdamConstants& constants, uint64_t position,
-                         Ties& ties) {
+static void adam_partial(const Arrays<P, S, G>& a, int64_t i, int64_t numel, const Coefficients& k,
+                         const Context& outer) {
   typename P::T p[kWidth] = {};
   typename G::T g[kWidth] = {};
   typename S::T m[kWidth] = {}, v[kWidth] = {};
   int16_t low[kWidth] = {};
   uint16_t low_to[kWidth] = {}, out[kWidth] = {};
-  const size_t n = static_cast<size_t>(numel);
-  memcpy(p, c.p, n * sizeof *p);
-  memcpy(g, c.g, n * sizeof *g);
-  memcpy(m, c.m, n * sizeof *m);
-  memcpy(v, c.v, n * sizeof *v);
-  if (c.low != nullptr) memcpy(low, c.low, n * sizeof *low);
-  adam_block<Op, P, S, G>({p, g, m, v, low, p, m, v, low_to, out}, piece, k, constants, position,
-                          ties);
-  memcpy(c.p_to, p, n * sizeof *p);
-  memcpy(c.m_to, m, n * sizeof *m);
-  memcpy(c.v_to, v, n * sizeof *v);
-  if (c.low_to != nullptr) memcpy(c.low_to, low_to, n * sizeof *low_to);
-  if (c.out != nullptr) memcpy(c.out, out, n * sizeof *out);
+  const size_t n = static_cast<size_t>(numel - i);
+  memcpy(p, a.p + i, n * sizeof *p);
+  memcpy(g, a.g + i, n * sizeof *g);
+  memcpy(m, a.m + i, n * sizeof *m);
+  memcpy(v, a.v + i, n * sizeof *v);
+  if (a.low != nullptr) memcpy(low, a.low + i, n * sizeof *low);
+  const Context context = {outer.constants, outer.position(i), outer.noise_key, outer.ties};
+  adam_block<Op, P, S, G>({p, g, m, v, low, p, m, v, low_to, out}, 0, k, context);
+  memcpy(a.p_to + i, p, n * sizeof *p);
+  memcpy(a.m_to + i, m, n * sizeof *m);
+  memcpy(a.v_to + i, v, n * sizeof *v);
+  if (a.low_to != nullptr) memcpy(a.low_to + i, low_to, n * sizeof *low_to);
+  if (a.out != nullptr) memcpy(a.out + i, out, n * sizeof *out);
 }
 
 template <class Op, class P, class S, class G>
 static void adam_run(const AdamPiece& piece, const AdamConstants& constants, Ties& ties) {
+  using PT = typename P::T;
+  using ST = typename S::T;
+  const Arrays<P, S, G> a = {
+      static_cast<const PT*>(piece.param),    static_cast<const typename G::T*>(piece.grad),
+      static_cast<const ST*>(piece.exp_avg),  static_cast<const ST*>(piece.exp_avg_sq),
+      static_cast<const int16_t*>(piece.low), static_cast<PT*>(piece.param_to),
+      static_cast<ST*>(piece.exp_avg_to),     static_cast<ST*>(piece.exp_avg_sq_to),
+      static_cast<uint16_t*>(piece.low_to),   static_cast<uint16_t*>(piece.out)};
   const Coefficients k = broadcast(constants);
+  const Context context = {constants, piece.position, piece.noise_key, ties};
+  const int64_t numel = piece.numel;
   int64_t i = 0;
-  for (; i + kWidth <= piece.numel; i += kWidth) {
-    const Cursor<P, S, G> c = at<P, S, G>(piece, i);
-    prefetch_write(c.p + kPrefetchNumel);
-    prefetch_write(c.m + kPrefetchNumel);
-    prefetch_write(c.v + kPrefetchNumel);
-    prefetch_read(c.g + kPrefetchNumel);
-    adam_block<Op, P, S, G>(c, piece, k, constants, piece.position + static_cast<uint64_t>(i),
-                            ties);
+  for (; i + kWidth <= numel; i += kWidth) {
+    prefetch_write(a.p + i + kPrefetchNumel);
+    prefetch_write(a.m + i + kPrefetchNumel);
+    prefetch_write(a.v + i + kPrefetchNumel);
+    prefetch_read(a.g + i + kPrefetchNumel);
+    adam_block<Op, P, S, G>(a, i, k, context);
   }
-  if (i < piece.numel) {
-    adam_partial<Op, P, S, G>(at<P, S, G>(piece, i), piece.numel - i, piece, k, constants,
-                              piece.position + static_cast<uint64_t>(i), ties);
-  }
+  if (i < numel) adam_partial<Op, P, S, G>(a, i, numel, k, context);
 }
 
 template <class Op, class P, class S>

@@ -12,36 +12,36 @@
 namespace swapio {
 namespace SWAPIO_ISA {
 
-static inline F canonical(F x) { return select(is_nan(x), from_bits(iset1(0x7fc00000)), x); }
+SWAPIO_INLINE F canonical(F x) { return select(is_nan(x), from_bits(iset1(0x7fc00000)), x); }
 
 // Upper halves of x rounded to nearest even. No nan but the canonical one may come in: adding the
 // rounding term to another could carry into the sign.
-static inline I round_to_bf16(F x) {
+SWAPIO_INLINE I round_to_bf16(F x) {
   const I b = bits(x);
   return ishr<16>(iadd(iadd(b, iset1(0x7fff)), iand(ishr<16>(b), iset1(1))));
 }
 
 struct Fp32 {
   using T = float;
-  static inline F load(const T* p) { return SWAPIO_ISA::load(p); }
-  static inline void store(T* p, F x) { SWAPIO_ISA::store(p, x); }
-  static inline F quantize(F x) { return x; }
+  SWAPIO_INLINE F load(const T* p) { return SWAPIO_ISA::load(p); }
+  SWAPIO_INLINE void store(T* p, F x) { SWAPIO_ISA::store(p, x); }
+  SWAPIO_INLINE F quantize(F x) { return x; }
 };
 
 struct Bf16 {
   using T = uint16_t;
-  static inline F load(const T* p) { return from_bits(ishl<16>(load_u16(p))); }
-  static inline void store(T* p, F x) { store_u16(p, round_to_bf16(x)); }
+  SWAPIO_INLINE F load(const T* p) { return from_bits(ishl<16>(load_u16(p))); }
+  SWAPIO_INLINE void store(T* p, F x) { store_u16(p, round_to_bf16(x)); }
 };
 
 struct Fp16 {
   using T = uint16_t;
-  static inline F load(const T* p) { return load_f16(p); }
-  static inline void store(T* p, F x) { store_f16(p, x); }
+  SWAPIO_INLINE F load(const T* p) { return load_f16(p); }
+  SWAPIO_INLINE void store(T* p, F x) { store_f16(p, x); }
 };
 
 // Index of the first entry of ties.in that is not below `position`.
-static inline int64_t lower_bound(const Ties& ties, uint64_t position) {
+SWAPIO_INLINE int64_t lower_bound(const Ties& ties, uint64_t position) {
   int64_t low = 0, high = ties.num_in;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
@@ -55,7 +55,7 @@ static inline int64_t lower_bound(const Ties& ties, uint64_t position) {
 }
 
 // Adds 65536 (from -32768 to +32768) in the lanes whose position is listed.
-static inline I resolve_ties(I master, uint32_t ambiguous, uint64_t position, const Ties& ties) {
+SWAPIO_INLINE I resolve_ties(I master, uint32_t ambiguous, uint64_t position, const Ties& ties) {
   int32_t fix[kWidth] = {};
   for (int lane = 0; lane < kWidth; lane++) {
     if (!((ambiguous >> lane) & 1u)) continue;
@@ -66,7 +66,7 @@ static inline I resolve_ties(I master, uint32_t ambiguous, uint64_t position, co
   return iadd(master, iload(fix));
 }
 
-static inline F join_master(I high, I low, uint64_t position, const Ties& ties) {
+SWAPIO_INLINE F join_master(I high, I low, uint64_t position, const Ties& ties) {
   I master = iadd(ishl<16>(high), low);
   if (ties.num_in > 0) {
     const M even = ieq(iand(high, iset1(1)), iset1(0));
@@ -77,7 +77,7 @@ static inline F join_master(I high, I low, uint64_t position, const Ties& ties) 
 }
 
 // x is canonical.
-static inline void split_master(F x, uint16_t* high_to, uint16_t* low_to, uint64_t position,
+SWAPIO_INLINE void split_master(F x, uint16_t* high_to, uint16_t* low_to, uint64_t position,
                                 Ties& ties) {
   const I high = round_to_bf16(x);
   const I low = isub(bits(x), ishl<16>(high));

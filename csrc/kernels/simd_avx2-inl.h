@@ -18,114 +18,117 @@ struct M {
   __m256 a, b;
 };
 
-static inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-static inline void store(float* p, F x) {
+SWAPIO_INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+SWAPIO_INLINE void store(float* p, F x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
 }
-static inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-static inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
-static inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
-static inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-static inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
-static inline F sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
-static inline M lt(F x, F y) {
+SWAPIO_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+SWAPIO_INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+SWAPIO_INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+SWAPIO_INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+SWAPIO_INLINE F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+SWAPIO_INLINE F sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+SWAPIO_INLINE M lt(F x, F y) {
   return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)};
 }
-static inline M eq(F x, F y) {
+SWAPIO_INLINE M not_lt(F x, F y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ), _mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ)};
+}
+SWAPIO_INLINE M eq(F x, F y) {
   return {_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)};
 }
-static inline M is_nan(F x) {
+SWAPIO_INLINE M is_nan(F x) {
   return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)};
 }
-static inline M both(M x, M y) { return {_mm256_and_ps(x.a, y.a), _mm256_and_ps(x.b, y.b)}; }
-static inline M either(M x, M y) { return {_mm256_or_ps(x.a, y.a), _mm256_or_ps(x.b, y.b)}; }
-static inline F select(M m, F yes, F no) {
+SWAPIO_INLINE M both(M x, M y) { return {_mm256_and_ps(x.a, y.a), _mm256_and_ps(x.b, y.b)}; }
+SWAPIO_INLINE M either(M x, M y) { return {_mm256_or_ps(x.a, y.a), _mm256_or_ps(x.b, y.b)}; }
+SWAPIO_INLINE F select(M m, F yes, F no) {
   return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
 }
-static inline uint32_t mask_bits(M m) {
+SWAPIO_INLINE uint32_t mask_bits(M m) {
   return static_cast<uint32_t>(_mm256_movemask_ps(m.a)) |
          (static_cast<uint32_t>(_mm256_movemask_ps(m.b)) << 8);
 }
-static inline bool any(M m) { return _mm256_movemask_ps(_mm256_or_ps(m.a, m.b)) != 0; }
+SWAPIO_INLINE bool any(M m) { return _mm256_movemask_ps(_mm256_or_ps(m.a, m.b)) != 0; }
 
-static inline I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
-static inline F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
-static inline I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-static inline I iload(const int32_t* p) {
+SWAPIO_INLINE I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+SWAPIO_INLINE F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+SWAPIO_INLINE I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+SWAPIO_INLINE I iload(const int32_t* p) {
   const __m256i* q = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
-static inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-static inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
-static inline I imul(I x, I y) {
+SWAPIO_INLINE I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+SWAPIO_INLINE I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+SWAPIO_INLINE I imul(I x, I y) {
   return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
 }
-static inline I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
-static inline I ixor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-static inline F abs(F x) { return from_bits(iand(bits(x), iset1(0x7fffffff))); }
+SWAPIO_INLINE I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+SWAPIO_INLINE I ixor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+SWAPIO_INLINE F abs(F x) { return from_bits(iand(bits(x), iset1(0x7fffffff))); }
 template <int N>
-static inline I ishr(I x) {
+SWAPIO_INLINE I ishr(I x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
 }
 template <int N>
-static inline I ishl(I x) {
+SWAPIO_INLINE I ishl(I x) {
   return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
 }
-static inline M ieq(I x, I y) {
+SWAPIO_INLINE M ieq(I x, I y) {
   return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(x.a, y.a)),
           _mm256_castsi256_ps(_mm256_cmpeq_epi32(x.b, y.b))};
 }
-static inline I iota() {
+SWAPIO_INLINE I iota() {
   return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
           _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
 
-static inline __m128i load_8x16(const void* p) {
+SWAPIO_INLINE __m128i load_8x16(const void* p) {
   return _mm_loadu_si128(static_cast<const __m128i*>(p));
 }
-static inline I load_u16(const uint16_t* p) {
+SWAPIO_INLINE I load_u16(const uint16_t* p) {
   return {_mm256_cvtepu16_epi32(load_8x16(p)), _mm256_cvtepu16_epi32(load_8x16(p + 8))};
 }
-static inline I load_i16(const int16_t* p) {
+SWAPIO_INLINE I load_i16(const int16_t* p) {
   return {_mm256_cvtepi16_epi32(load_8x16(p)), _mm256_cvtepi16_epi32(load_8x16(p + 8))};
 }
-static inline void store_u16(uint16_t* p, I x) {
+SWAPIO_INLINE void store_u16(uint16_t* p, I x) {
   const __m256i mask = _mm256_set1_epi32(0xffff);  // the pack saturates, so cut to 16 bits first
   const __m256i packed =
       _mm256_packus_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm256_permute4x64_epi64(packed, 0xd8));  // undo the pack's lane order
 }
-static inline F load_f16(const uint16_t* p) {
+SWAPIO_INLINE F load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(load_8x16(p)), _mm256_cvtph_ps(load_8x16(p + 8))};
 }
-static inline void store_f16(uint16_t* p, F x) {
+SWAPIO_INLINE void store_f16(uint16_t* p, F x) {
   __m128i* q = reinterpret_cast<__m128i*>(p);
   _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-static inline void prefetch_read(const void* p) {
+SWAPIO_INLINE void prefetch_read(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
-static inline void prefetch_write(const void* p) {
+SWAPIO_INLINE void prefetch_write(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
 
 struct SquareSums {
   __m256d sum[4];
 };
-static inline void clear(SquareSums& sums) {
+SWAPIO_INLINE void clear(SquareSums& sums) {
   for (int i = 0; i < 4; i++) sums.sum[i] = _mm256_setzero_pd();
 }
-static inline void accumulate(SquareSums& sums, int, F x) {
+SWAPIO_INLINE void accumulate(SquareSums& sums, int, F x) {
   const __m256d d[4] = {
       _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)),
       _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1))};
   for (int i = 0; i < 4; i++) sums.sum[i] = _mm256_add_pd(sums.sum[i], _mm256_mul_pd(d[i], d[i]));
 }
-static inline void lanes(const SquareSums& sums, double* out) {
+SWAPIO_INLINE void lanes(const SquareSums& sums, double* out) {
   for (int i = 0; i < 4; i++) _mm256_storeu_pd(out + 4 * i, sums.sum[i]);
 }
 

@@ -11,64 +11,65 @@ using F = float;
 using I = int32_t;
 using M = bool;
 
-static inline F load(const float* p) { return *p; }
-static inline void store(float* p, F x) { *p = x; }
-static inline F set1(float x) { return x; }
-static inline F add(F a, F b) { return a + b; }
-static inline F sub(F a, F b) { return a - b; }
-static inline F mul(F a, F b) { return a * b; }
-static inline F div(F a, F b) { return a / b; }
-static inline F sqrt(F a) { return ::sqrtf(a); }
-static inline M lt(F a, F b) { return a < b; }
-static inline M eq(F a, F b) { return a == b; }
-static inline M is_nan(F a) { return a != a; }
-static inline M both(M a, M b) { return a && b; }
-static inline M either(M a, M b) { return a || b; }
-static inline F select(M m, F yes, F no) { return m ? yes : no; }
-static inline bool any(M m) { return m; }
-static inline uint32_t mask_bits(M m) { return m ? 1u : 0u; }
+SWAPIO_INLINE F load(const float* p) { return *p; }
+SWAPIO_INLINE void store(float* p, F x) { *p = x; }
+SWAPIO_INLINE F set1(float x) { return x; }
+SWAPIO_INLINE F add(F a, F b) { return a + b; }
+SWAPIO_INLINE F sub(F a, F b) { return a - b; }
+SWAPIO_INLINE F mul(F a, F b) { return a * b; }
+SWAPIO_INLINE F div(F a, F b) { return a / b; }
+SWAPIO_INLINE F sqrt(F a) { return ::sqrtf(a); }
+SWAPIO_INLINE M lt(F a, F b) { return a < b; }
+SWAPIO_INLINE M not_lt(F a, F b) { return !(a < b); }
+SWAPIO_INLINE M eq(F a, F b) { return a == b; }
+SWAPIO_INLINE M is_nan(F a) { return a != a; }
+SWAPIO_INLINE M both(M a, M b) { return a && b; }
+SWAPIO_INLINE M either(M a, M b) { return a || b; }
+SWAPIO_INLINE F select(M m, F yes, F no) { return m ? yes : no; }
+SWAPIO_INLINE bool any(M m) { return m; }
+SWAPIO_INLINE uint32_t mask_bits(M m) { return m ? 1u : 0u; }
 
-static inline I bits(F x) {
+SWAPIO_INLINE I bits(F x) {
   I b;
   memcpy(&b, &x, sizeof b);
   return b;
 }
-static inline F from_bits(I b) {
+SWAPIO_INLINE F from_bits(I b) {
   F x;
   memcpy(&x, &b, sizeof x);
   return x;
 }
-static inline F abs(F x) { return from_bits(bits(x) & 0x7fffffff); }
-static inline I iset1(int32_t x) { return x; }
-static inline I iload(const int32_t* p) { return *p; }
-static inline I iadd(I a, I b) {
+SWAPIO_INLINE F abs(F x) { return from_bits(bits(x) & 0x7fffffff); }
+SWAPIO_INLINE I iset1(int32_t x) { return x; }
+SWAPIO_INLINE I iload(const int32_t* p) { return *p; }
+SWAPIO_INLINE I iadd(I a, I b) {
   return static_cast<I>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
 }
-static inline I isub(I a, I b) {
+SWAPIO_INLINE I isub(I a, I b) {
   return static_cast<I>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
 }
-static inline I imul(I a, I b) {
+SWAPIO_INLINE I imul(I a, I b) {
   return static_cast<I>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
 }
-static inline I iand(I a, I b) { return a & b; }
-static inline I ixor(I a, I b) { return a ^ b; }
+SWAPIO_INLINE I iand(I a, I b) { return a & b; }
+SWAPIO_INLINE I ixor(I a, I b) { return a ^ b; }
 template <int N>
-static inline I ishr(I a) {
+SWAPIO_INLINE I ishr(I a) {
   return static_cast<I>(static_cast<uint32_t>(a) >> N);
 }
 template <int N>
-static inline I ishl(I a) {
+SWAPIO_INLINE I ishl(I a) {
   return static_cast<I>(static_cast<uint32_t>(a) << N);
 }
-static inline M ieq(I a, I b) { return a == b; }
-static inline I iota() { return 0; }
+SWAPIO_INLINE M ieq(I a, I b) { return a == b; }
+SWAPIO_INLINE I iota() { return 0; }
 
 // Zero-extended 16-bit lanes, sign-extended ones, and the lower halves back.
-static inline I load_u16(const uint16_t* p) { return *p; }
-static inline I load_i16(const int16_t* p) { return *p; }
-static inline void store_u16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
+SWAPIO_INLINE I load_u16(const uint16_t* p) { return *p; }
+SWAPIO_INLINE I load_i16(const int16_t* p) { return *p; }
+SWAPIO_INLINE void store_u16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
 
-static inline F load_f16(const uint16_t* p) {
+SWAPIO_INLINE F load_f16(const uint16_t* p) {
   const uint32_t h = *p;
   const uint32_t sign = (h & 0x8000u) << 16;
   const uint32_t exponent = (h >> 10) & 0x1fu;
@@ -85,7 +86,7 @@ static inline F load_f16(const uint16_t* p) {
 }
 
 // Round to nearest even; x is no nan other than the canonical one.
-static inline void store_f16(uint16_t* p, F x) {
+SWAPIO_INLINE void store_f16(uint16_t* p, F x) {
   const uint32_t b = static_cast<uint32_t>(bits(x));
   const uint32_t sign = (b >> 16) & 0x8000u;
   const uint32_t magnitude = b & 0x7fffffffu;
@@ -103,21 +104,21 @@ static inline void store_f16(uint16_t* p, F x) {
   *p = static_cast<uint16_t>(sign | h);
 }
 
-static inline void prefetch_read(const void*) {}
-static inline void prefetch_write(const void*) {}
+SWAPIO_INLINE void prefetch_read(const void*) {}
+SWAPIO_INLINE void prefetch_write(const void*) {}
 
 // kSumLanes float64 sums; block k of kWidth elements goes to the lanes k * kWidth mod kSumLanes.
 struct SquareSums {
   double lane[kSumLanes];
 };
-static inline void clear(SquareSums& sums) {
+SWAPIO_INLINE void clear(SquareSums& sums) {
   for (int i = 0; i < kSumLanes; i++) sums.lane[i] = 0.0;
 }
-static inline void accumulate(SquareSums& sums, int first, F x) {
+SWAPIO_INLINE void accumulate(SquareSums& sums, int first, F x) {
   const double d = static_cast<double>(x);
   sums.lane[first] += d * d;
 }
-static inline void lanes(const SquareSums& sums, double* out) {
+SWAPIO_INLINE void lanes(const SquareSums& sums, double* out) {
   for (int i = 0; i < kSumLanes; i++) out[i] = sums.lane[i];
 }
 

@@ -4,7 +4,8 @@
 #define SWAPIO_PREFETCH_NUMEL 256
 #endif
 
-// clang-format off: each needs the one before
+// Each needs the one before.
+// clang-format off
 #include "memory-inl.h"
 #include "adam-inl.h"
 #include "elementwise-inl.h"

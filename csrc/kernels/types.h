@@ -10,6 +10,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// Vectors of two registers travel through memory unless everything is inlined.
+#define SWAPIO_INLINE static inline __attribute__((always_inline))
+
 namespace swapio {
 
 enum Dtype : int { kFp32 = 0, kBf16 = 1, kFp16 = 2, kNumDtypes = 3 };

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 
 from swapio.errors import SwapioError
 
-COMMANDS: tuple[str, ...] = ("info",)
+# Command to module of this package.
+COMMANDS = {
+    "info": "info",
+    "bench": "bench",
+    "tune": "tune",
+    "plan": "plan",
+    "config": "config_show",
+    "demo": "demo",
+}
 
 
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
@@ -26,7 +34,7 @@ def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command")
     for command in commands:
-        importlib.import_module(f"swapio.cli.{command}").add_parser(subparsers)
+        importlib.import_module(f"swapio.cli.{COMMANDS[command]}").add_parser(subparsers)
     return parser
 
 
@@ -54,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return int(args.run(args))
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; the interpreter's last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (SwapioError, OSError) as error:
         if os.environ.get("SWAPIO_TRACEBACK"):
             raise

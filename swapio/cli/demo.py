@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("--data", metavar="FILE", help="text to learn; Python's standard library if not given")
     add("--path", metavar="DIR", default=".", help="folder on the device that holds the state")
-    add("--host-memory", default="96MiB", help="RAM for optimizer state in the second run")
+    add("--host-memory", default="64MiB", help="RAM for optimizer state in the second run")
     add("--sub-group-numel", default="4Mi", help="parameters swapped as one unit")
     add("--layers", type=int, default=8, help="blocks of the model")
     add("--width", type=int, default=512, help="size of the residual stream")

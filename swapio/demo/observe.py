@@ -42,7 +42,11 @@ class Device:
 
 @dataclass
 class Step:
-    """One training step: moments in seconds on `perf_counter`, bytes, and the loss."""
+    """One training step: moments in seconds on `perf_counter`, bytes, and the loss.
+
+    `update_*_bytes` were moved inside optimizer.step(); the rest of a step's bytes moves while the
+    model computes.
+    """
 
     loss: float = 0.0
     start: float = 0.0
@@ -53,6 +57,13 @@ class Step:
     read_bytes: float = 0.0
     write_bytes: float = 0.0
     stall_seconds: float = 0.0
+    update_read_bytes: float = 0.0
+    update_write_bytes: float = 0.0
+
+    @property
+    def update_seconds(self) -> float:
+        """Time inside optimizer.step()."""
+        return self.update_end - self.update_start
 
 
 @dataclass
@@ -131,7 +142,7 @@ class Observer:
             optimizer.register_step_pre_hook(self._on_update_start),
             optimizer.register_step_post_hook(self._on_update_end),
         ]
-        self._counters = counters_of(optimizer)
+        self._counters = self._before_update = counters_of(optimizer)
         self._sampler: Sampler | None = None
         self._step = self._next_step()
 
@@ -140,10 +151,10 @@ class Observer:
         step = self._step
         step.end, step.loss = time.perf_counter(), loss
         counters = counters_of(self._optimizer)
-        step.read_bytes = self._since("read_bytes", counters)
-        step.write_bytes = self._since("write_bytes", counters)
-        step.stall_seconds = self._since("stall_seconds", counters)
-        self._counters = counters
+        begin, self._counters = self._counters, counters
+        step.read_bytes = _growth("read_bytes", begin, counters)
+        step.write_bytes = _growth("write_bytes", begin, counters)
+        step.stall_seconds = _growth("stall_seconds", begin, counters)
         self._run.steps.append(step)
         self._run.process_bytes = max(self._run.process_bytes, process_bytes())
         self._show(step)
@@ -167,29 +178,36 @@ class Observer:
             self._sampler.stop()
             self._sampler = None
 
-    def _since(self, name: str, counters: dict[str, Any]) -> float:
-        return float(counters.get(name, 0)) - float(self._counters.get(name, 0))
-
     def _on_forward_end(self, *_: object) -> None:
         self._step.forward_end = time.perf_counter()
 
     def _on_update_start(self, *_: object) -> None:
+        self._before_update = counters_of(self._optimizer)
         self._step.update_start = time.perf_counter()
 
     def _on_update_end(self, *_: object) -> None:
-        self._step.update_end = time.perf_counter()
+        step, before = self._step, self._before_update
+        step.update_end = time.perf_counter()
+        after = counters_of(self._optimizer)
+        step.update_read_bytes = _growth("read_bytes", before, after)
+        step.update_write_bytes = _growth("write_bytes", before, after)
 
     def _show(self, step: Step) -> None:
         seconds = step.end - step.start
         text = f"loss {step.loss:.4f}, {self._run.tokens_per_step / seconds:,.0f} tokens/s"
         if step.read_bytes or step.write_bytes:
-            update = step.update_end - step.update_start
-            text += f", read {step.read_bytes / update / 1e9:.2f} GB/s"
-            text += f", written {step.write_bytes / update / 1e9:.2f} GB/s"
-            share = self._device.share(step.read_bytes, step.write_bytes, update)
+            read, written, seconds = (
+                step.update_read_bytes, step.update_write_bytes, step.update_seconds
+            )  # fmt: skip
+            text += f", read {read / seconds / 1e9:.2f}, written {written / seconds / 1e9:.2f} GB/s"
+            share = self._device.share(read, written, seconds)
             text += f", {share:.0%} of the device" if share else ""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
+
+
+def _growth(name: str, before: dict[str, Any], after: dict[str, Any]) -> float:
+    return float(after.get(name, 0)) - float(before.get(name, 0))
 
 
 class Sampler:

@@ -37,7 +37,8 @@ def summary(run: Run, device: Device) -> dict[str, Any]:
         return statistics.median(map(value, run.settled))
 
     read, written = median(lambda step: step.read_bytes), median(lambda step: step.write_bytes)
-    update = median(lambda step: step.update_end - step.update_start)
+    update = median(lambda step: step.update_seconds)
+    inside = median(lambda step: step.update_read_bytes + step.update_write_bytes)
     return {
         "first_loss": run.losses[0],
         "last_loss": run.losses[-1],
@@ -48,8 +49,10 @@ def summary(run: Run, device: Device) -> dict[str, Any]:
         "step_seconds": median(lambda step: step.end - step.start),
         "update_seconds": update,
         "stall_seconds": median(lambda step: step.stall_seconds),
-        "gb_per_second": (read + written) / update / 1e9,
-        "share_of_device": device.share(read, written, update),
+        "gb_per_second": inside / update / 1e9,
+        "share_of_device": median(
+            lambda s: device.share(s.update_read_bytes, s.update_write_bytes, s.update_seconds)
+        ),
     }
 
 

@@ -29,8 +29,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "show"] if command == "config" else [command]
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([*words, "--help"])
     assert ended.value.code == 0
     assert "--json" in capsys.readouterr().out
 
@@ -41,6 +42,12 @@ def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert out == ""
     assert err.count("\n") == 1
     assert "nowhere" in err
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m swapio info --path {tmp_path} | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
 
 
 def test_info_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

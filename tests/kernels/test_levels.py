@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from swapio.optim import kernels
 from swapio.optim.kernel_forms import all_forms
 

@@ -34,6 +34,7 @@ def test_defaults_are_canonical_and_documented() -> None:
         assert about.doc.endswith(".")
         assert about.unit
         assert about.evidence.endswith(".")
+        assert ": " in about.evidence
     assert set(config.sources.values()) == {"default"}
 
 

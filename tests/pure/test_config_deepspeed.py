@@ -144,6 +144,8 @@ def test_every_key_that_was_given_is_accounted_for() -> None:
         ({"zero_optimization": {"stage": 3, "offload_optimizer": None}}, {}),
         ({"aio": {"io_backend": "posix"}}, {"engine": "threads"}),
         ({"aio": {"io_backend": "async_io"}}, {}),
+        ({"gradient_allreduce_op": "mean", "ns_method": "gram"}, {}),
+        ({"data_types": {"keep_in_fp32_modules": "auto", "param_dtype": "bf16"}}, {}),
         (
             {"offload_optimizer": {"device": "none", "pipeline": True, "ratio": 0.3}},
             {"pipeline_read": True},
@@ -172,6 +174,8 @@ def test_sections_bare_keys_and_old_names(data: dict[str, Any], expected: Any) -
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.05}}}, "ZenFlow's delayed updates"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "an fp16 master loses updates"),
         ({"per_head_muon": True}, "set num_heads on the param groups"),
+        ({"gradient_allreduce_op": "sum"}, "gradients are averaged; scale the loss"),
+        ({"compression_training": {"weight_quantization": {}}}, "compression changes the model"),
         ({"ns_method": "cubic"}, "ns_method is 'cubic'"),
         ({"amp": {"enabled": True, "opt_level": "O2"}}, "apex AMP"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type is 'OneBitAdam'"),
@@ -249,6 +253,13 @@ def test_speculation_ratio_and_cores() -> None:
     )
     assert mapping.arguments == {"speculate": "adaptive", "ratio": 0.25, "max_grad_norm": None}
     assert mapping.settings["cpu_threads"] == (1, "cpuadam_cores_perc")
+
+
+def test_learning_rates_of_muons_groups() -> None:
+    params = {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95}
+    mapping = map_deepspeed({"optimizer": {"type": "Muon", "params": params}})
+    assert mapping.groups == {"muon": {"lr": 0.02}, "adamw": {"lr": 3e-4}}
+    assert mapping.arguments == {"momentum": 0.95}
 
 
 def test_a_static_loss_scale_wins_and_fp16_off_means_no_scaler() -> None:

@@ -60,6 +60,8 @@ def test_path_variable_moves_state_only_where_a_path_is_meant() -> None:
     assert coerce({}, environment).path == "/env"
     assert from_env(environment).path == "/env"
     assert coerce(None, environment).path is None
+    assert coerce({"path": None}, environment).path is None
+    assert coerce({"offload_optimizer": {"device": "cpu"}}, environment).path is None
     assert coerce(SwapConfig(), environment).path is None
     assert from_env({"SWAPIO_PATH": "/a:/b"}).paths == ("/a", "/b")
     assert coerce("/a", {"SWAPIO_PATH": "none"}).path is None
@@ -72,6 +74,10 @@ def test_path_variable_moves_state_only_where_a_path_is_meant() -> None:
 def test_a_variable_that_is_nearly_known_is_refused(variable: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable} is no setting; did you mean {nearest}"):
         from_env({variable: "1"})
+
+
+def test_an_empty_variable_is_as_if_it_were_not_set() -> None:
+    assert from_env({"SWAPIO_PATH": "", "SWAPIO_HOST_MEMORY": " "}) == SwapConfig()
 
 
 def test_other_variables_pass() -> None:

@@ -336,6 +336,8 @@ def test_requests_from_a_configuration() -> None:
     assert request.writes_through
     assert request.workspace_bytes == 5
     assert not PlanRequest.from_config(SwapConfig(durability="step"), []).writes_through
+    blocking = config.replace(pipeline_read=False, pipeline_write=False)
+    assert PlanRequest.from_config(blocking, [SubGroupSize(MI, PARAM)]).sub_groups[0].is_whole
 
 
 def test_sweeps_alternate() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.stores import MIB, layouts, piece, random_bytes, read, write
-from swapio.errors import ClosedError, ConfigError, SwapStateError
+from swapio.errors import CheckpointError, ClosedError, ConfigError, SwapStateError
 from swapio.filestore import FileStore
 
 SIZES = [1, 511, 512, 513, 4095, 4096, 4097, MIB - 2, MIB, MIB + 2, 28_824_000]
@@ -281,3 +281,96 @@ def test_a_forked_child_is_refused_and_cannot_harm(make_store):
 def test_bad_options(make_store, options):
     with pytest.raises(ConfigError):
         make_store(**options)
+
+
+def test_slots_that_a_checkpoint_links_are_never_written_again(make_store, tmp_path):
+    def link(store, name):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        [path] = store.locate("g").files
+        (folder / "g.bin").hardlink_to(path)
+        return (folder / "g.bin"), (folder / "g.bin").read_bytes()
+
+    path = tmp_path / "run"
+    store = make_store(path, durability="step", spare_slots=0)
+    store.add("g", layouts(x=5000))
+    store.allocate()
+    links = []
+    for step in (1, 2):
+        write(store, "g", step, {"x": random_bytes(5000, step)})
+        store.commit(step).result()
+        links.append(link(store, str(step)))
+    store.close()
+
+    # Both slots have a second name: recovery makes another one, and leaves them alone.
+    store = make_store(path, durability="step", spare_slots=0)
+    assert store.recover().step == 2
+    for step in (3, 4, 5):
+        if step == 4:
+            links.pop(0)[0].unlink()  # the oldest checkpoint is given up: its slot is free again
+        write(store, "g", step, {"x": random_bytes(5000, step)})
+        store.commit(step).result()
+    [(linked, content)] = links
+    assert linked.read_bytes() == content
+    store.close()
+
+    # A fresh start does not reuse them either.
+    store = make_store(path, durability="step", spare_slots=0)
+    store.add("g", layouts(x=5000))
+    store.allocate()
+    write(store, "g", 9, {"x": random_bytes(5000, 9)})
+    store.close(remove=True)
+    assert linked.read_bytes() == content
+
+
+def test_paths_in_another_order_are_refused_by_recover(make_store, tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    store = make_store(*paths, durability="step")
+    store.add("g", layouts(x=3 * MIB))
+    store.allocate()
+    write(store, "g", 1, {"x": random_bytes(3 * MIB)})
+    store.commit(1).result()
+    store.close()
+    store = make_store(*reversed(paths), durability="step")
+    assert store.previous.steps == (1,)
+    with pytest.raises(CheckpointError, match="same order"):
+        store.recover()
+    store.close()
+    store = make_store(*paths, durability="step")
+    assert store.recover().step == 1
+    store.close()
+    # A fresh start takes them in any order, and leaves nothing behind.
+    store = make_store(*reversed(paths), durability="step")
+    store.add("g", layouts(x=3 * MIB))
+    store.allocate()
+    store.close()
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+def test_an_engine_that_was_closed_first(tmp_path, any_engine):
+    store = FileStore(tmp_path, any_engine)
+    store.add("g", layouts(x=10))
+    store.allocate()
+    write(store, "g", 1, {"x": random_bytes(10)})
+    any_engine.close()
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recover_needs_the_same_sub_groups(make_store):
+    store = make_store(durability="step")
+    store.add("g", layouts(x=10))
+    store.allocate()
+    write(store, "g", 1, {"x": random_bytes(10)})
+    store.commit(1).result()
+    store.close()
+    for key, size in (("g", 11), ("h", 10)):
+        store = make_store(durability="step")
+        store.add(key, layouts(x=size))
+        with pytest.raises(CheckpointError, match="other sub-groups"):
+            store.recover()
+        store.close()
+    store = make_store(durability="step")
+    with pytest.raises(CheckpointError, match="no commit of step 7"):
+        store.recover(7)
+    assert store.recover(1).step == 1

@@ -73,6 +73,7 @@ class IOFuture:
 
 class BlockingEngine:
     kind = "blocking"
+    closed = False
 
     def __init__(self):
         self.num_submits = 0
@@ -144,7 +145,7 @@ class BlockingEngine:
         return 0
 
     def close(self):
-        pass
+        self.closed = True
 
     def __enter__(self):
         return self

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Write README's measured tables from the JSON in benchmarks/results/.
+
+`--add NAME FILE` stores a benchmark's last line as results/NAME.json, with the machine it ran on.
+Each result is a JSON object; its tables are the values that map a row's name to an object of
+figures, and its other plain values go in the line below the title. So a benchmark decides by itself
+what README shows, and nothing is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- measured -->", "<!-- end measured -->"
+ORDER = ("engine", "kernels", "step", "memory")
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"model name\s*:\s*(.*)", cpuinfo)
+    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
+    return {
+        "cpu": model.group(1) if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def add(name: str, file: Path) -> None:
+    lines = file.read_text(encoding="utf-8").strip().splitlines()
+    result = json.loads(lines[-1])
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"machine": machine(), **result}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def is_table(value: object) -> bool:
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(row, dict) for row in value.values())
+
+
+def cell(value: object) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(cell, value)) if len(value) == 2 else ", ".join(map(cell, value))
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def as_table(title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    lines = [
+        "",
+        f"| {title} | " + " | ".join(column.replace("_", " ") for column in columns) + " |",
+    ]
+    lines.append("| --- |" + " ---: |" * len(columns))
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | " + " | ".join(cell(row.get(column)) for column in columns) + " |"
+        )
+    return lines
+
+
+def section(name: str, result: dict[str, Any]) -> list[str]:
+    tables = {key: value for key, value in result.items() if is_table(value)}
+    plain = {
+        key: value
+        for key, value in result.items()
+        if key not in tables and key not in ("machine", "bench") and not isinstance(value, dict)
+    }
+    box = result.get("machine", {})
+    lines = [f"### {name.capitalize()}", ""]
+    facts = [f"{key.replace('_', ' ')} {cell(value)}" for key, value in plain.items()]
+    where = f"{box.get('cpu')}, {box.get('cores')} cores, Linux {box.get('kernel')}"
+    lines.append(f"{where}; {', '.join(facts)}. `benchmarks/bench_{name}.py`")
+    for key, rows in tables.items():
+        lines += as_table(key.replace("_", " "), rows)
+    return [*lines, ""]
+
+
+def render() -> str:
+    """Return the text between README's markers."""
+    found = {path.stem: path for path in RESULTS.glob("*.json")}
+    names = [name for name in ORDER if name in found] + sorted(set(found) - set(ORDER))
+    if not names:
+        return ""
+    lines = [
+        "## Measured",
+        "",
+        "Ratios are of a ceiling measured in the same run; GB is 1e9 bytes.",
+        "",
+    ]
+    for name in names:
+        lines += section(name, json.loads(found[name].read_text(encoding="utf-8")))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--add", nargs=2, metavar=("NAME", "FILE"), help="store a result first")
+    args = parser.parse_args()
+    if args.add:
+        add(args.add[0], Path(args.add[1]))
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    readme.write_text(text[:start] + "\n" + render() + text[end:], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW and Adam with swapped state.
+
+The formula and its rounding order are those of `swapio.optim.kernels.adam_step`, which follows
+torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101; Kingma and Ba 2015,
+arXiv:1412.6980).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from swapio.errors import ConfigError
+from swapio.optim import kernels
+from swapio.optim.base import StepContext, SwapOptimizer, SwapSetting
+from swapio.optim.layout import MasterForm, PackedGroup
+from swapio.views import Chunk
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class AdamRuleMixin(SwapOptimizer):
+    """The Adam update on the kernels, for every class that has Adam groups."""
+
+    def adam_records(self) -> dict[str, torch.dtype]:
+        """Adam's state records."""
+        dtype = _DTYPES[self.config.state_dtype]
+        return {"exp_avg": dtype, "exp_avg_sq": dtype}
+
+    def adam_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
+        """Step the units of a chunk that have a gradient; False if none has."""
+        units = packed.units
+        span = units.slice_of(chunk.start, chunk.stop)
+        rows = np.arange(span.start, span.stop)
+        if not step.gradients.complete:
+            rows = rows[step.gradients.present[units.param[rows]]]
+        if not len(rows):
+            return False
+        self._masters.check(packed, chunk, rows, step)
+        for dtype, chosen in step.by_dtype(units.param[rows], rows):
+            self._adam_call(packed, chunk, step, chosen, dtype)
+        self._masters.publish(packed, rows, step)
+        return True
+
+    def _adam_call(
+        self, packed: PackedGroup, chunk: Chunk, step: StepContext, rows: Any, dtype: torch.dtype
+    ) -> None:
+        units, bucket = packed.units, packed.bucket
+        spans = np.zeros(len(rows), kernels.SPAN_DTYPE)
+        param, offset = units.param[rows], units.offset[rows]
+        place = units.position[rows] - chunk.start
+        model = step.param_address[param] + (offset * bucket.dtype.itemsize).astype(np.uint64)
+        spans["grad"] = step.gradients.address[param] + (offset * dtype.itemsize).astype(np.uint64)
+        for name, record_dtype in self.adam_records().items():
+            spans[name] = chunk.address(name) + place * record_dtype.itemsize
+        if bucket.form is MasterForm.SEPARATE:
+            spans["param"] = chunk.address("master") + place * 4
+            spans["out"] = model
+        else:
+            spans["param"] = model
+        if bucket.form is MasterForm.SPLIT:
+            spans["low"] = chunk.address("master_low") + place * 2
+        spans["numel"] = units.numel[rows]
+        spans["position"] = units.position[rows]
+        spans["hyper"] = step.hyper_index[param]
+        split = bucket.form is MasterForm.SPLIT
+        ties = kernels.adam_step_spans(
+            self._form(bucket.form, bucket.dtype, dtype),
+            spans,
+            step.hypers,
+            grad_scale=step.scale,
+            ties=self._masters.ties_of(packed, chunk.start, chunk.stop) if split else None,
+            seed=self._num_steps,
+        )
+        if split:
+            self._masters.replace_ties(packed, rows, ties, chunk)
+
+    def _form(self, form: MasterForm, param: torch.dtype, grad: torch.dtype) -> int:
+        state = _DTYPES[self.config.state_dtype]
+        if form is MasterForm.SEPARATE:
+            return kernels.adam_form(param=torch.float32, grad=grad, state=state, out=param)
+        return kernels.adam_form(
+            param=param,
+            grad=grad,
+            state=state,
+            split=form is MasterForm.SPLIT,
+            stochastic=form is MasterForm.NONE and self.config.stochastic_rounding,
+        )
+
+
+class AdamW(AdamRuleMixin):
+    """AdamW (decoupled weight decay) whose state may live on storage.
+
+    A real torch optimizer: closures, hooks, schedulers and `add_param_group` work as usual.
+
+    Args:
+        params: Parameters, named parameters, or param groups, as for torch.optim.AdamW. Dense
+            fp32, bf16 or fp16 parameters on the CPU.
+        lr: Learning rate.
+        betas: Decay of the running averages of the gradient and of its square.
+        eps: Added to the denominator, as in torch.
+        weight_decay: Decoupled weight decay.
+        amsgrad: Not supported; raises if true.
+        maximize: Ascend instead of descend.
+        swap: Where state lives: a folder, a dict or SwapConfig of settings, or None for RAM.
+        max_grad_norm: Clip the global gradient norm inside the step (no extra pass over p.grad).
+        nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
+
+    Raises:
+        ConfigError: A setting or a parameter is unsuitable; the message names it.
+        StoreLockedError: Another run uses the folder.
+
+    Example:
+        >>> opt = AdamW(model.parameters(), lr=1e-3, swap="/nvme/run1")
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        bias_correction: bool = True,
+        swap: SwapSetting = None,
+        max_grad_norm: float | None = None,
+        nonfinite: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(
+            params, defaults, swap=swap, max_grad_norm=max_grad_norm, nonfinite=nonfinite
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Validate a param group; see SwapOptimizer."""
+        check_adam_group(group)
+        super().check_group(group)
+
+    def rule_of(self, group: dict[str, Any]) -> str:  # noqa: ARG002
+        """All groups use Adam."""
+        return "adam"
+
+    def state_records(self, rule: str) -> dict[str, torch.dtype]:  # noqa: ARG002
+        """exp_avg and exp_avg_sq."""
+        return self.adam_records()
+
+    def update_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
+        """Run the Adam kernel over a chunk."""
+        return self.adam_update(packed, chunk, step)
+
+    def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
+        """Write a group's hyperparameters into a row of the kernel's table."""
+        fill_adam_hyper(row, group, decoupled=self._decoupled)
+
+
+class Adam(AdamW):
+    """Adam: as AdamW, with weight decay added to the gradient (L2), off by default."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+
+
+def check_adam_group(group: dict[str, Any]) -> None:
+    """Raise ConfigError for Adam hyperparameters outside their range."""
+    beta1, beta2 = group["betas"]
+    checks = {
+        "lr": float(group["lr"]) >= 0,
+        "betas": 0 <= beta1 < 1 and 0 <= beta2 < 1,
+        "eps": group["eps"] >= 0,
+        "weight_decay": group["weight_decay"] >= 0,
+    }
+    for name, valid in checks.items():
+        if not valid:
+            raise ConfigError(f"{name}={group[name]!r} is out of range")
+    if group.get("amsgrad"):
+        raise ConfigError("amsgrad=True is not supported: it needs a third moment; set it to False")
+
+
+def fill_adam_hyper(row: Any, group: dict[str, Any], *, decoupled: bool) -> None:
+    """Write Adam hyperparameters into a row of the kernel's table."""
+    row["lr"] = float(group["lr"])
+    row["beta1"], row["beta2"] = group["betas"]
+    row["eps"] = group["eps"]
+    row["weight_decay"] = group["weight_decay"]
+    flags = kernels.DECOUPLED if decoupled else 0
+    flags |= kernels.BIAS_CORRECTION if group.get("bias_correction", True) else 0
+    flags |= kernels.MAXIMIZE if group.get("maximize") else 0
+    row["flags"] = flags

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwapOptimizer: a torch optimizer whose state lives where a swapper keeps it.
+
+    closure -> collect gradients -> decide (norm, finite) -> sweep over the sub-groups -> commit
+
+Subclasses give the update rule; everything else (packing, masters, digests, state access, the
+lifecycle) is here and in the modules beside this one.
+
+Invariants:
+- hyperparameters are read from `param_groups` at each step, step counts are per parameter;
+- a skipped step changes nothing, not even a counter;
+- a parameter without gradient is left alone: no decay, no count, no write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.config import SwapConfig
+from swapio.errors import ClosedError, ConfigError, SwapioError
+from swapio.optim import kernels
+from swapio.optim.context import StepContext
+from swapio.optim.gradients import collect, decide
+from swapio.optim.interrupt import delayed_interrupt
+from swapio.optim.layout import (
+    Bucket,
+    Layout,
+    MasterForm,
+    PackedGroup,
+    ParameterInfo,
+    check_parameter,
+    master_form,
+)
+from swapio.optim.masters import Masters
+from swapio.optim.state import StateMapping
+from swapio.optim.stepstats import StepStats
+from swapio.residency import ResidencyRules
+from swapio.runtime import GroupRequest, SwapRuntime
+from swapio.subgroup import RecordSpec
+from swapio.views import Chunk
+
+SwapSetting = SwapConfig | dict[str, Any] | str | os.PathLike[str] | None
+
+
+class SwapOptimizer(torch.optim.Optimizer):
+    """Base of all swapio optimizers; see AdamW for the arguments that users give.
+
+    Args:
+        params: As for torch optimizers; named parameters are welcome.
+        defaults: Default hyperparameters of the param groups.
+        swap: Where state lives: a path, a dict, a SwapConfig, or None for RAM.
+        max_grad_norm: Clip the global gradient norm inside the step.
+        nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
+            is "skip" with `max_grad_norm`, else "propagate" as in torch.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        swap: SwapSetting = None,
+        max_grad_norm: float | None = None,
+        nonfinite: str | None = None,
+    ) -> None:
+        self._ready = False
+        self._closed = False
+        self._pid = os.getpid()
+        self.config = SwapConfig.coerce(swap)
+        self.max_grad_norm = _checked_norm(max_grad_norm)
+        self.nonfinite = nonfinite or ("propagate" if max_grad_norm is None else "skip")
+        if self.nonfinite not in ("propagate", "skip", "raise"):
+            raise ConfigError(f"nonfinite={nonfinite!r} is none of 'propagate', 'skip', 'raise'")
+        self._layout = Layout()
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._rules = ResidencyRules(self.config.resident)
+        self._stats = StepStats()
+        self._num_steps = 0
+        self.grad_norm: float | None = None
+        self.step_skipped = False
+        self.commit_payload = b""
+        super().__init__(params, defaults)
+        kernels.set_threads(self.config.resolve_cpu_threads())
+        new = self._layout.add(self._new_infos(self.param_groups), self.config.sub_group_numel)
+        self._counts = np.zeros(len(self._layout.infos), np.int64)
+        self._runtime = SwapRuntime(self.config, [self._request(group) for group in new])
+        self._masters = Masters(self._layout, self._runtime.swapper, self.config.on_param_change)
+        self._masters.remember(new)
+        self.state = StateMapping(self)  # type: ignore[assignment]
+        self._ready = True
+
+    # -- what a rule gives -------------------------------------------------------------------
+
+    def rule_of(self, group: dict[str, Any]) -> str:
+        """Name of the update rule of a param group; parameters of one rule are packed together."""
+        raise NotImplementedError
+
+    def state_records(self, rule: str) -> dict[str, torch.dtype]:
+        """State records that a rule keeps for each element, by torch's names."""
+        raise NotImplementedError
+
+    def update_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
+        """Step the parameters of one chunk in place; False if nothing was changed."""
+        raise NotImplementedError
+
+    def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
+        """Write a group's hyperparameters into a row of the kernels' table."""
+        raise NotImplementedError
+
+    # -- construction ------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also after steps were taken; its state goes where the config says."""
+        if self._ready:
+            self._check_open()
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.check_group(group)
+            if self._ready:
+                self._grow(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Validate the hyperparameters and parameters of a group; raises ConfigError."""
+        seen: set[int] = set()
+        for position, param in enumerate(group["params"]):
+            name = _name_of(group, position, f"number {position} of its group")
+            if id(param) in seen:
+                raise ConfigError(f"parameter {name} is listed twice in one param group")
+            seen.add(id(param))
+            check_parameter(name, param)
+
+    def _grow(self, group: dict[str, Any]) -> None:
+        self._runtime.swapper.drain()
+        new = self._layout.add(self._new_infos([group]), self.config.sub_group_numel)
+        added = len(self._layout.infos) - len(self._counts)
+        self._counts = np.concatenate([self._counts, np.zeros(added, np.int64)])
+        self._runtime.add([self._request(packed) for packed in new])
+        self._masters.remember(new)
+
+    def _new_infos(self, groups: Iterable[dict[str, Any]]) -> list[ParameterInfo]:
+        infos: list[ParameterInfo] = []
+        first = len(self._layout.infos)
+        for group in groups:
+            for position, param in enumerate(group["params"]):
+                index = first + len(infos)
+                name = _name_of(group, position, f"param.{index}")
+                infos.append(
+                    ParameterInfo(index, name, param, group, self._bucket(name, param, group))
+                )
+        return infos
+
+    def _bucket(self, name: str, param: torch.Tensor, group: dict[str, Any]) -> Bucket:
+        rule = self.rule_of(group)
+        form = master_form(self.config.master, name, param, split=True)
+        states = [*self.state_records(rule), "master"]
+        resident = self._rules.select(name, param, states)
+        return Bucket(rule, form, param.dtype, str(param.device), resident)
+
+    def _request(self, packed: PackedGroup) -> GroupRequest:
+        bucket = packed.bucket
+        records = {
+            name: RecordSpec((packed.numel,), dtype)
+            for name, dtype in self.state_records(bucket.rule).items()
+        }
+        resident = set(bucket.resident)
+        meta_bytes = 0
+        if bucket.form is MasterForm.SEPARATE:
+            records["master"] = RecordSpec(
+                (packed.numel,), torch.float32, Masters.filler(self._layout, packed)
+            )
+        elif bucket.form is MasterForm.SPLIT:
+            records["master_low"] = RecordSpec((packed.numel,), torch.int16)
+            meta_bytes = packed.numel // 8 + 4096
+            if "master" in resident:
+                resident.add("master_low")
+        return GroupRequest(packed.key, records, frozenset(resident & set(records)), meta_bytes)
+
+    # -- the step ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one optimizer step.
+
+        Blocks until every parameter is updated; writes of state may go on afterwards. A
+        KeyboardInterrupt is delivered after the step.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, as in torch.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            AioError, CorruptionError: A transfer failed; the optimizer is FAILED from then on.
+            ClosedError: After close(), or in a forked child.
+        """
+        self._check_open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with delayed_interrupt(), self._stats.step():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        infos = self._layout.infos
+        gradients = collect(infos)
+        decision = decide(
+            infos, gradients, max_grad_norm=self.max_grad_norm, nonfinite=self.nonfinite
+        )
+        self.grad_norm = decision.norm
+        self.step_skipped = not decision.take
+        if not decision.take:
+            return
+        step = StepContext(self, infos, self._counts, gradients, decision.scale)
+        self._masters.begin_step(step)
+        self._sweep(step)
+        self._counts = step.counts
+        changed = infos if gradients.complete else [infos[i] for i in step.indices]
+        torch.autograd.graph.increment_version([info.param for info in changed])
+        self._num_steps += 1
+        self._runtime.swapper.commit(self._num_steps, self.commit_payload)
+
+    def _sweep(self, step: StepContext) -> None:
+        """Stream the sub-groups through RAM; every second sweep runs backwards."""
+        swapper = self._runtime.swapper
+        keys = [key for key, packed in self._layout.groups.items() if step.touches(packed)]
+        if self._num_steps % 2:
+            keys.reverse()
+        swapper.set_order(keys)
+        for key in keys:
+            packed = self._layout.groups[key]
+            with swapper.swap_in(key) as view:
+                for chunk in view.chunks():
+                    with self._stats.compute():
+                        changed = self.update_chunk(packed, chunk, step)
+                    if changed:
+                        chunk.mark_dirty()
+
+    # -- state -------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters of all groups, in order."""
+        for info in self._layout.infos:
+            yield info.param
+
+    def parameter_index(self, param: torch.Tensor) -> int:
+        """Position of a parameter; raises KeyError if it is not one of this optimizer's."""
+        return self._layout.index_of(param)
+
+    def state_names(self, index: int) -> tuple[str, ...]:
+        """Names of a parameter's state: torch's, and `master` where there is one."""
+        bucket = self._layout.infos[index].bucket
+        names = ("step", *self.state_records(bucket.rule))
+        has_master = bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT)
+        return (*names, "master") if has_master else names
+
+    def get_state(self, index: int, name: str) -> torch.Tensor:
+        """A copy of one state of a parameter, in its logical shape. May block on storage."""
+        self._check_open(failed_ok=True)
+        if name == "step":
+            return torch.tensor(float(self._counts[index]))
+        if name == "master":
+            return self._masters.read(index)
+        info = self._layout.infos[index]
+        dtype = self.state_records(info.bucket.rule)[name]
+        out = torch.empty(info.param.numel(), dtype=dtype)
+        for span in self._layout.spans(index):
+            part = out[span.offset : span.offset + span.numel]
+            self._runtime.swapper.read(span.key, name, part, start=span.position)
+        return _shaped(out, info.param)
+
+    def put_state(self, index: int, name: str, value: Any) -> None:
+        """Replace one state of a parameter. May block on storage.
+
+        Raises:
+            ValueError: The shape is wrong.
+        """
+        self._check_open()
+        info = self._layout.infos[index]
+        if name == "step":
+            self._counts[index] = int(value)
+            return
+        value = torch.as_tensor(value)
+        if value.shape != info.param.shape:
+            raise ValueError(
+                f"state {name} of {info.name} has shape {tuple(info.param.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        dtype = torch.float32 if name == "master" else self.state_records(info.bucket.rule)[name]
+        memory = torch.empty(info.param.numel(), dtype=dtype)
+        _shaped(memory, info.param).copy_(value)
+        if name == "master":
+            self._masters.write(index, memory)
+            return
+        for span in self._layout.spans(index):
+            part = memory[span.offset : span.offset + span.numel]
+            self._runtime.swapper.write(span.key, name, part, start=span.position)
+
+    def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of all state of one parameter, by name. May block on storage."""
+        index = self.parameter_index(param)
+        return {name: self.get_state(index, name) for name in self.state_names(index)}
+
+    def set_state(self, param: torch.Tensor, name: str, value: Any) -> None:
+        """Replace one state of a parameter; see `put_state` for errors."""
+        index = self.parameter_index(param)
+        if name not in self.state_names(index):
+            known = ", ".join(self.state_names(index))
+            raise ConfigError(f"no state {name!r}: this parameter has {known}")
+        self.put_state(index, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's state dict, with `master` for parameters whose master is elsewhere.
+
+        The tensors are copies: later steps do not change them. Blocks until all is read.
+        """
+        self._check_open(failed_ok=True)
+        packed, start = [], 0
+        for group in self.param_groups:
+            plain = {key: value for key, value in group.items() if key != "params"}
+            count = len(group["params"])
+            packed.append({**plain, "params": list(range(start, start + count))})
+            start += count
+        state = {
+            position: self.state_of(param)
+            for position, param in enumerate(p for g in self.param_groups for p in g["params"])
+        }
+        result: dict[str, Any] = {"state": state, "param_groups": packed}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch's optimizer of the same name.
+
+        State is neither cast to the parameter's dtype nor moved; it is streamed to where this
+        optimizer keeps it. Entries may lack `master`: the masters are then the parameters.
+
+        Raises:
+            ValueError: Groups or parameters do not match.
+        """
+        self._check_open()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups = state_dict["param_groups"]
+        lengths = [len(group["params"]) for group in groups]
+        if lengths != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"the loaded state dict has param groups of {lengths} parameters, this optimizer "
+                f"of {[len(group['params']) for group in self.param_groups]}"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+            for param, key in zip(mine["params"], theirs["params"], strict=True):
+                entry = state_dict["state"].get(key, {})
+                self._load_entry(self.parameter_index(param), entry)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+
+    def _load_entry(self, index: int, entry: dict[str, Any]) -> None:
+        info = self._layout.infos[index]
+        names = self.state_names(index)
+        extra = set(entry) - set(names) - {"master"}
+        if extra:
+            raise ValueError(f"state {sorted(extra)[0]!r} of {info.name} is unknown to {names}")
+        for name in names:
+            if name in entry:
+                self.put_state(index, name, entry[name])
+            elif name == "step":
+                self._counts[index] = 0
+            elif name != "master":
+                self.put_state(index, name, torch.zeros(info.param.shape))
+        if "master" in names and "master" not in entry:
+            self._masters.adopt(index)
+
+    # -- reports and end ---------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since construction: bytes, seconds, steps; see docs for each name."""
+        numbers = self._runtime.swapper.stats()
+        budget = self._runtime.budget
+        numbers["host_bytes"] = budget.pool + budget.tables
+        if self._runtime.engine is not None:
+            engine = self._runtime.engine.stats()
+            numbers["read_seconds"] = engine.read_seconds
+            numbers["write_seconds"] = engine.write_seconds
+        return {**numbers, **self._stats.as_dict(), "num_steps": self._num_steps}
+
+    def synchronize(self) -> None:
+        """Block until every write of state that was started is complete; raise its error."""
+        self._check_open()
+        self._runtime.swapper.drain()
+
+    def close(self) -> None:
+        """Finish transfers and give up memory and files. Parameters stay usable. Idempotent."""
+        if self._closed or not self._ready or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._runtime.close()
+
+    def __enter__(self) -> SwapOptimizer:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _check_open(self, *, failed_ok: bool = False) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this optimizer belongs to the parent of this forked process; create a new one here"
+            )
+        if self._closed:
+            raise ClosedError("this optimizer is closed")
+        failure = self._runtime.swapper.failure if self._ready else None
+        if failure is not None and not failed_ok:
+            raise SwapioError(
+                f"a transfer failed earlier ({failure}); parameters may be ahead of state: reload "
+                "from the last checkpoint, or recover() under durability 'step'"
+            ) from failure
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: two optimizers cannot own the same files."""
+        raise TypeError(_NO_COPY.format("deepcopied"))
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: state is on storage."""
+        raise TypeError(_NO_COPY.format("pickled"))
+
+    def __getstate__(self) -> NoReturn:  # type: ignore[override]
+        """Refuse, as __reduce__."""
+        raise TypeError(_NO_COPY.format("pickled"))
+
+
+_NO_COPY = (
+    "a swapio optimizer cannot be {}: its state lives in files and page-locked memory that one "
+    "object owns. Use save(dir) and load(dir), or state_dict() and load_state_dict()"
+)
+
+
+def _shaped(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Elements in the memory order of `param`, seen in its logical shape."""
+    if param.is_contiguous():
+        return memory.view(param.shape)
+    return torch.as_strided(memory, param.shape, param.stride())
+
+
+def _name_of(group: dict[str, Any], position: int, default: str) -> str:
+    names = group.get("param_names")
+    return str(names[position]) if names else default
+
+
+def _checked_norm(value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"max_grad_norm={value!r} must be positive, or None")
+    return value

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all chunks of one step share: gradients, the factor, counters and hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.optim import kernels
+from swapio.optim.gradients import Gradients
+from swapio.optim.layout import PackedGroup, ParameterInfo
+
+
+class HyperSource(Protocol):
+    """Who knows how to write a param group's hyperparameters into the kernels' table."""
+
+    param_groups: list[dict[str, Any]]
+
+    def fill_hyper(self, row: Any, group: dict[str, Any]) -> None: ...  # noqa: D102
+
+
+class StepContext:
+    """What is the same for all chunks of one step: gradients, factor, hyperparameters.
+
+    Attributes:
+        gradients: Addresses of this step's gradients.
+        scale: Factor for every gradient.
+        counts: Step count of each parameter, this step included.
+        indices: Parameters that have a gradient.
+        param_address: Address of each parameter's first element (uint64).
+    """
+
+    def __init__(
+        self,
+        source: HyperSource,
+        infos: Sequence[ParameterInfo],
+        counts: npt.NDArray[np.int64],
+        gradients: Gradients,
+        scale: float,
+    ) -> None:
+        self.gradients = gradients
+        self.scale = scale
+        self.counts = counts + gradients.present
+        self.indices = np.flatnonzero(gradients.present)
+        self.param_address = np.fromiter(
+            (info.param.data_ptr() for info in infos), np.uint64, len(infos)
+        )
+        self.hyper_index, self.hypers = self._hyper_table(source, infos)
+
+    def _hyper_table(
+        self, source: HyperSource, infos: Sequence[ParameterInfo]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
+        """One row for each distinct (param group, step count) among the stepped parameters."""
+        group_of = {id(group): at for at, group in enumerate(source.param_groups)}
+        groups = np.fromiter((group_of[id(info.group)] for info in infos), np.int64, len(infos))
+        # A parameter that has no gradient and was never stepped shares the row of step 1.
+        pairs = groups << 48 | np.maximum(self.counts, 1)
+        distinct, inverse = np.unique(pairs, return_inverse=True)
+        rows = np.zeros(len(distinct), kernels.HYPER_DTYPE)
+        for row, pair in zip(rows, distinct, strict=True):
+            group = source.param_groups[int(pair) >> 48]
+            source.fill_hyper(row, group)
+            row["step"] = int(pair) & ((1 << 48) - 1)
+        return inverse.astype(np.int32), rows
+
+    def touches(self, packed: PackedGroup) -> bool:
+        """Whether any parameter of a sub-group has a gradient."""
+        return self.gradients.complete or bool(self.gradients.present[packed.units.param].any())
+
+    def by_dtype(
+        self, params: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[torch.dtype, npt.NDArray[np.int64]]]:
+        """Split unit rows by the dtype of their gradient."""
+        common, others = self.gradients.dtype, self.gradients.dtypes
+        if common is None:
+            return
+        if not others:
+            yield common, rows
+            return
+        dtypes = [others.get(int(param), common) for param in params]
+        for dtype in dict.fromkeys(dtypes):
+            yield dtype, rows[np.array([d is dtype for d in dtypes])]

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How parameters become sub-groups: master forms, checks of parameters, packed unit tables.
+
+A *unit* is the part of one parameter that lies in one sub-group between two multiples of
+`UNIT_NUMEL`. Units are what the kernels step and what the digests cover; every chunk of a
+sub-group consists of whole units, so nothing depends on the chunk size.
+
+Invariant: elements are counted in memory order. A dense parameter whose strides are permuted
+(channels_last, a transposed matrix) is stepped in place like any other.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.errors import ConfigError
+from swapio.partition import Fragment, pack
+
+UNIT_NUMEL = 1 << 18
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class MasterForm(enum.Enum):
+    """Where the fp32 master weights are (design of the byte counts: see README)."""
+
+    PARAM = "param"
+    SPLIT = "split"
+    SEPARATE = "separate"
+    NONE = "none"
+
+
+class Bucket(NamedTuple):
+    """Parameters that may share a sub-group: all of this must be equal."""
+
+    rule: str
+    form: MasterForm
+    dtype: torch.dtype
+    device: str
+    resident: frozenset[str]
+
+
+@dataclass(slots=True)
+class ParameterInfo:
+    """What the optimizer knows of one parameter.
+
+    Attributes:
+        index: Position over all param groups, in the order in which they were added.
+        name: The user's name for it, or "param.<index>"; stable over runs, used in checkpoints.
+        param: The tensor itself.
+        group: Its param group, the very dict in `param_groups`.
+        bucket: What it may be packed with.
+    """
+
+    index: int
+    name: str
+    param: torch.Tensor
+    group: dict[str, Any]
+    bucket: Bucket
+
+    @property
+    def form(self) -> MasterForm:
+        """Where the master is."""
+        return self.bucket.form
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor in memory order, as a 1-D view."""
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one contiguous range of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_parameter(name: str, param: torch.Tensor) -> None:
+    """Raise ConfigError, naming the parameter, if swapio cannot step it."""
+
+    def refuse(what: str, hint: str) -> ConfigError:
+        return ConfigError(f"parameter {name} ({tuple(param.shape)}, {param.dtype}) {what}. {hint}")
+
+    if param.is_meta:
+        raise refuse("is on the meta device", "Materialise the model before the optimizer.")
+    if param.device.type != "cpu":
+        raise refuse(f"is on {param.device}", "This version steps parameters on the CPU.")
+    if param.layout is not torch.strided:
+        raise refuse(f"has layout {param.layout}", "Only dense parameters can be swapped.")
+    if param.dtype not in _FLOATS:
+        known = ", ".join(str(dtype) for dtype in _FLOATS)
+        raise refuse("has a dtype without an update kernel", f"Supported: {known}.")
+    if not param.is_leaf:
+        raise refuse("is not a leaf tensor", "Pass the parameter itself, not a result of it.")
+    if param.numel() and not is_dense(param):
+        raise refuse(
+            f"has gaps or overlaps in memory (strides {param.stride()})",
+            "Pass a contiguous parameter.",
+        )
+
+
+def master_form(wanted: str, name: str, param: torch.Tensor, *, split: bool) -> MasterForm:
+    """Resolve `SwapConfig.master` for one parameter.
+
+    Args:
+        wanted: "auto", "param", "split", "separate" or "none".
+        name: For messages.
+        param: A checked parameter.
+        split: Whether "auto" may choose the split form for bf16 on this device.
+    """
+    on_cpu = param.device.type == "cpu"
+    if wanted == "auto":
+        if param.dtype is torch.float32 and on_cpu:
+            return MasterForm.PARAM
+        if param.dtype is torch.bfloat16 and on_cpu and split:
+            return MasterForm.SPLIT
+        return MasterForm.SEPARATE
+    form = MasterForm(wanted)
+    if form is MasterForm.PARAM and (param.dtype is not torch.float32 or not on_cpu):
+        raise ConfigError(
+            f"master='param' needs fp32 parameters on the CPU, but {name} is {param.dtype} on "
+            f"{param.device}; use master='auto'"
+        )
+    if form is MasterForm.SPLIT and (param.dtype is not torch.bfloat16 or not on_cpu):
+        if param.dtype is torch.float32 and on_cpu:
+            return MasterForm.PARAM
+        return MasterForm.SEPARATE
+    if form is MasterForm.SEPARATE and param.dtype is torch.float32 and on_cpu:
+        return MasterForm.SEPARATE
+    return form
+
+
+class UnitTable:
+    """The units of one sub-group, as columns.
+
+    Attributes:
+        param: Parameter index (int32).
+        offset: First element within the parameter (int64).
+        position: First element within the sub-group (int64), ascending.
+        numel: Elements (int64).
+        digest: xxh3-64 of the model weights' bytes after the last step (uint64); 0 = unknown.
+    """
+
+    __slots__ = ("digest", "known", "numel", "offset", "param", "position")
+
+    def __init__(self, fragments: Sequence[Fragment], param_indices: Sequence[int]) -> None:
+        rows = [
+            (param_indices[f.param_index], f.param_offset + at, f.sub_group_offset + at, size)
+            for f in fragments
+            for at, size in _cut(f.sub_group_offset, f.numel)
+        ]
+        columns: npt.NDArray[np.int64] = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        self.param = columns[0].astype(np.int32)
+        self.offset, self.position, self.numel = columns[1].copy(), columns[2].copy(), columns[3]
+        self.numel = self.numel.copy()
+        self.digest = np.zeros(len(rows), dtype=np.uint64)
+        self.known = np.zeros(len(rows), dtype=bool)
+
+    def slice_of(self, start: int, stop: int) -> slice:
+        """Rows whose elements lie in `[start, stop)`; the bounds never cut a unit."""
+        lo, hi = np.searchsorted(self.position, (start, stop))
+        return slice(int(lo), int(hi))
+
+
+def _cut(start: int, numel: int) -> list[tuple[int, int]]:
+    """Cut a fragment at multiples of UNIT_NUMEL of the sub-group: (offset, numel) pairs."""
+    cuts = []
+    at = 0
+    while at < numel:
+        size = min(numel - at, UNIT_NUMEL - (start + at) % UNIT_NUMEL)
+        cuts.append((at, size))
+        at += size
+    return cuts
+
+
+class PackedGroup(NamedTuple):
+    """One sub-group of packed parameters."""
+
+    key: str
+    bucket: Bucket
+    numel: int
+    units: UnitTable
+
+
+class Span(NamedTuple):
+    """A run of one parameter's elements inside one sub-group."""
+
+    key: str
+    offset: int
+    position: int
+    numel: int
+
+
+class Layout:
+    """Which parameter lies where: all packed sub-groups of one optimizer.
+
+    Memory: a few numpy columns for each unit, no Python object per fragment, because models with
+    a hundred thousand small parameters exist.
+    """
+
+    def __init__(self) -> None:
+        self.infos: list[ParameterInfo] = []
+        self.groups: dict[str, PackedGroup] = {}
+        self._by_bucket: dict[Bucket, list[str]] = {}
+        self._index: dict[int, int] = {}
+
+    def index_of(self, param: torch.Tensor) -> int:
+        """Position of a parameter; KeyError if it is not one of this optimizer's."""
+        return self._index[id(param)]
+
+    def add(self, infos: Sequence[ParameterInfo], sub_group_numel: int) -> list[PackedGroup]:
+        """Pack new parameters into new sub-groups and return those."""
+        buckets: dict[Bucket, list[ParameterInfo]] = {}
+        for info in infos:
+            self.infos.append(info)
+            self._index[id(info.param)] = info.index
+            buckets.setdefault(info.bucket, []).append(info)
+        new: list[PackedGroup] = []
+        for bucket, members in buckets.items():
+            known = self._by_bucket.setdefault(bucket, [])
+            indices = [info.index for info in members]
+            for plan in pack([info.param.numel() for info in members], sub_group_numel):
+                key = f"{self._bucket_name(bucket)}-{len(known):05d}"
+                units = UnitTable(plan.fragments, indices)
+                self.groups[key] = PackedGroup(key, bucket, plan.numel, units)
+                new.append(self.groups[key])
+                known.append(key)
+        return new
+
+    def spans(self, index: int) -> list[Span]:
+        """The runs of parameter `index`, in ascending order of their offset in it."""
+        found = []
+        keys = self._by_bucket.get(self.infos[index].bucket, [])
+        at = max(0, bisect_left(keys, index, key=self._first_of) - 1)
+        while at < len(keys) and self._first_of(keys[at]) <= index:
+            key = keys[at]
+            units = self.groups[key].units
+            at += 1
+            lo, hi = np.searchsorted(units.param, (index, index + 1))
+            if hi > lo:
+                numel = int(units.numel[lo:hi].sum())
+                found.append(Span(key, int(units.offset[lo]), int(units.position[lo]), numel))
+        return found
+
+    def _first_of(self, key: str) -> int:
+        return int(self.groups[key].units.param[0])
+
+    def _bucket_name(self, bucket: Bucket) -> str:
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        ordinal = list(self._by_bucket).index(bucket)
+        return f"{ordinal}-{bucket.rule}-{bucket.form.value}-{dtype}"

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Master weights that are not the parameter itself: first contents, digests, ties, resync.
+
+A parameter in bf16 or fp16 is the rounded copy of an fp32 master. If somebody else writes to the
+parameter (load_state_dict, an EMA swap, `p.data.mul_()`), the master no longer fits it. That is
+noticed by a digest of each unit's bytes, taken after a step and compared before the next, and the
+unit's master becomes what the parameter says ("resync") or the step raises ("error").
+
+A split master keeps int16 lower halves; the few values whose lower half is +32768 are a sorted
+list of positions ("ties") for each sub-group, which travels with the sub-group's records.
+
+Invariant: digests are taken in whole units, so that what is resynced does not depend on chunks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.errors import SwapStateError
+from swapio.optim import kernels
+from swapio.optim.layout import Layout, MasterForm, PackedGroup, flat
+from swapio.swapper import PartitionedSwapper
+from swapio.views import Chunk
+
+if TYPE_CHECKING:
+    from swapio.optim.context import StepContext
+
+Rows = npt.NDArray[np.int64]
+_LIST, _BITMAP = b"\0", b"\1"
+
+
+class Masters:
+    """The masters of one optimizer."""
+
+    def __init__(self, layout: Layout, swapper: PartitionedSwapper, on_param_change: str) -> None:
+        self._layout = layout
+        self._swapper = swapper
+        self._on_change = on_param_change
+        self._ties: dict[str, npt.NDArray[np.uint32]] = {}
+        self._warned = False
+
+    @staticmethod
+    def filler(layout: Layout, packed: PackedGroup) -> Callable[[int, torch.Tensor], None]:
+        """Return the `init` of a master record: the parameters, in fp32."""
+
+        def fill(start: int, out: torch.Tensor) -> None:
+            units = packed.units
+            rows = units.slice_of(start, start + out.numel())
+            for row in range(rows.start, rows.stop):
+                at, count = int(units.position[row]) - start, int(units.numel[row])
+                source = flat(layout.infos[units.param[row]].param)
+                first = int(units.offset[row])
+                out[at : at + count] = source[first : first + count]
+
+        return fill
+
+    def remember(self, groups: Iterable[PackedGroup]) -> None:
+        """Take the digests of all units of new sub-groups."""
+        for packed in groups:
+            if self._has_digest(packed):
+                rows = np.arange(len(packed.units.param))
+                packed.units.digest[:] = self._hash(packed, rows, self._addresses())
+                packed.units.known[:] = True
+
+    def begin_step(self, step: StepContext) -> None:
+        """Under on_param_change="error" look at every parameter before anything is changed."""
+        if self._on_change != "error":
+            return
+        for packed in self._layout.groups.values():
+            if self._has_digest(packed):
+                rows = np.flatnonzero(step.gradients.present[packed.units.param])
+                changed = self._changed(packed, rows, step)
+                if len(changed):
+                    info = self._layout.infos[packed.units.param[changed[0]]]
+                    raise SwapStateError(
+                        f"parameter {info.name} was changed by somebody else since the last step; "
+                        "nothing was stepped. Set on_param_change='resync' to take such changes "
+                        "as new master weights"
+                    )
+
+    def check(self, packed: PackedGroup, chunk: Chunk, rows: Rows, step: StepContext) -> None:
+        """Resync the masters of those units in `rows` whose parameter somebody else changed."""
+        if not self._has_digest(packed):
+            return
+        changed = self._changed(packed, rows, step)
+        if not len(changed):
+            return
+        if not self._warned:
+            self._warned = True
+            name = self._layout.infos[packed.units.param[changed[0]]].name
+            warnings.warn(
+                f"parameter {name} was changed outside the optimizer; its master weights are "
+                "taken from it (on_param_change='resync'; said once)",
+                stacklevel=2,
+            )
+        self._resync(packed, chunk, changed)
+
+    def publish(self, packed: PackedGroup, rows: Rows, step: StepContext) -> None:
+        """Remember what the parameters are after their update."""
+        if self._has_digest(packed):
+            packed.units.digest[rows] = self._hash(packed, rows, step.param_address)
+            packed.units.known[rows] = True
+
+    # -- ties of split masters ---------------------------------------------------------------
+
+    def ties_of(self, packed: PackedGroup, start: int, stop: int) -> npt.NDArray[np.uint32]:
+        """Sorted positions of ties within elements `[start, stop)` of a sub-group."""
+        ties = self._all_ties(packed.key)
+        lo, hi = np.searchsorted(ties, (start, stop))
+        return ties[lo:hi]
+
+    def replace_ties(
+        self, packed: PackedGroup, rows: Rows, new: npt.NDArray[np.uint32], chunk: Chunk
+    ) -> None:
+        """Replace the ties of the units in `rows` (all within `chunk`) by `new`."""
+        ties = self._all_ties(packed.key)
+        lo, hi = np.searchsorted(ties, (chunk.start, chunk.stop))
+        old = ties[lo:hi]
+        if len(old):
+            row_of = np.searchsorted(packed.units.position, old, side="right") - 1
+            old = old[~np.isin(row_of, rows)]
+        if len(new) or hi - lo != len(old):
+            inner = np.sort(np.concatenate([old, new]))
+            self._ties[packed.key] = np.concatenate([ties[:lo], inner, ties[hi:]])
+            self._swapper.set_meta(packed.key, _encode(self._ties[packed.key], packed.numel))
+
+    def _all_ties(self, key: str) -> npt.NDArray[np.uint32]:
+        if key not in self._ties:
+            self._ties[key] = _decode(self._swapper.meta(key))
+        return self._ties[key]
+
+    # -- whole masters of one parameter ------------------------------------------------------
+
+    def read(self, index: int) -> torch.Tensor:
+        """The fp32 master of a parameter, in its logical shape (a copy). May block."""
+        info = self._layout.infos[index]
+        memory = torch.empty(info.param.numel(), dtype=torch.float32)
+        for span in self._layout.spans(index):
+            part = memory[span.offset : span.offset + span.numel]
+            if info.form is MasterForm.SEPARATE:
+                self._swapper.read(span.key, "master", part, start=span.position)
+                continue
+            low = torch.empty(span.numel, dtype=torch.int16)
+            self._swapper.read(span.key, "master_low", low, start=span.position)
+            high = flat(info.param)[span.offset : span.offset + span.numel]
+            packed = self._layout.groups[span.key]
+            ties = self.ties_of(packed, span.position, span.position + span.numel)
+            kernels.join_master_spans(
+                [high.data_ptr()],
+                [low.data_ptr()],
+                [part.data_ptr()],
+                [span.numel],
+                [span.position],
+                ties=ties,
+            )
+        if info.param.is_contiguous():
+            return memory.view(info.param.shape)
+        return torch.as_strided(memory, info.param.shape, info.param.stride())
+
+    def write(self, index: int, memory: torch.Tensor) -> None:
+        """Set a parameter's master (fp32, memory order), and the parameter to its rounding."""
+        info = self._layout.infos[index]
+        target = flat(info.param)
+        target.copy_(memory)
+        for span in self._layout.spans(index):
+            part = memory[span.offset : span.offset + span.numel]
+            if info.form is MasterForm.SEPARATE:
+                self._swapper.write(span.key, "master", part, start=span.position)
+            else:
+                self._write_split(span.key, span.position, part, target, span.offset)
+        torch.autograd.graph.increment_version([info.param])
+        self._rehash(index)
+
+    def adopt(self, index: int) -> None:
+        """Make the parameter, as it is, the master."""
+        self.write(index, flat(self._layout.infos[index].param).float())
+
+    def _write_split(
+        self, key: str, position: int, part: torch.Tensor, target: torch.Tensor, at: int
+    ) -> None:
+        low = torch.empty(part.numel(), dtype=torch.int16)
+        high = target[at : at + part.numel()]
+        new = kernels.split_master_spans(
+            [part.data_ptr()], [high.data_ptr()], [low.data_ptr()], [part.numel()], [position]
+        )
+        ties = self._all_ties(key)
+        lo, hi = np.searchsorted(ties, (position, position + part.numel()))
+        self._ties[key] = np.concatenate([ties[:lo], new, ties[hi:]])
+        self._swapper.set_meta(key, _encode(self._ties[key], self._layout.groups[key].numel))
+        self._swapper.write(key, "master_low", low, start=position)
+
+    def _rehash(self, index: int) -> None:
+        addresses = self._addresses()
+        for span in self._layout.spans(index):
+            packed = self._layout.groups[span.key]
+            rows = np.flatnonzero(packed.units.param == index)
+            packed.units.digest[rows] = self._hash(packed, rows, addresses)
+            packed.units.known[rows] = True
+
+    # -- digests -----------------------------------------------------------------------------
+
+    @staticmethod
+    def _has_digest(packed: PackedGroup) -> bool:
+        return packed.bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT)
+
+    def _addresses(self) -> npt.NDArray[np.uint64]:
+        infos = self._layout.infos
+        return np.fromiter((info.param.data_ptr() for info in infos), np.uint64, len(infos))
+
+    def _hash(
+        self, packed: PackedGroup, rows: Rows, param_address: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        units, width = packed.units, packed.bucket.dtype.itemsize
+        starts = param_address[units.param[rows]] + (units.offset[rows] * width).astype(np.uint64)
+        hashes: npt.NDArray[np.uint64] = kernels.hash_spans(starts, units.numel[rows] * width)
+        return hashes
+
+    def _changed(self, packed: PackedGroup, rows: Rows, step: StepContext) -> Rows:
+        now = self._hash(packed, rows, step.param_address)
+        changed: Rows = rows[packed.units.known[rows] & (now != packed.units.digest[rows])]
+        return changed
+
+    def _resync(self, packed: PackedGroup, chunk: Chunk, rows: Rows) -> None:
+        """Make the masters of some units what their parameters are."""
+        units = packed.units
+        split = packed.bucket.form is MasterForm.SPLIT
+        record = chunk["master_low" if split else "master"]
+        for row in rows:
+            at, count = int(units.position[row]) - chunk.start, int(units.numel[row])
+            if split:
+                record[at : at + count] = 0
+            else:
+                first = int(units.offset[row])
+                source = flat(self._layout.infos[units.param[row]].param)
+                record[at : at + count] = source[first : first + count]
+        if split:
+            self.replace_ties(packed, rows, np.zeros(0, np.uint32), chunk)
+
+
+def _encode(ties: npt.NDArray[np.uint32], numel: int) -> bytes:
+    """A list of positions, or a bitmap where that is shorter."""
+    if not len(ties):
+        return b""
+    if ties.nbytes <= numel // 8:
+        return _LIST + ties.tobytes()
+    bits = np.zeros(numel, dtype=bool)
+    bits[ties] = True
+    return _BITMAP + np.packbits(bits).tobytes()
+
+
+def _decode(meta: bytes) -> npt.NDArray[np.uint32]:
+    if not meta:
+        return np.zeros(0, np.uint32)
+    if meta[:1] == _LIST:
+        return np.frombuffer(meta, np.uint32, offset=1).copy()
+    bits = np.unpackbits(np.frombuffer(meta, np.uint8, offset=1))
+    return np.flatnonzero(bits).astype(np.uint32)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wall-clock counters of an optimizer's steps.
+
+Invariant: `compute_seconds` and the swapper's `stall_seconds` are parts of `step_seconds`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepStats:
+    """Seconds spent in step() and in its update kernels."""
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self.compute_seconds = 0.0
+        self.num_calls = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time one step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.step_seconds += time.perf_counter() - began
+            self.num_calls += 1
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """Time one update of a chunk."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.compute_seconds += time.perf_counter() - began
+
+    def as_dict(self) -> dict[str, float]:
+        """All counters by name."""
+        return dict(vars(self))

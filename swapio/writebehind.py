@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The write side of the pipelined swapper: batches, transactions, retries.
+
+    queued -> submitted (WRITING) -> CLEAN, and the transaction of the sub-group is sealed
+
+Invariants:
+- a sub-group's transaction is sealed once, after all its writes of the sweep were submitted;
+- a chunk whose write failed stays in RAM; one rewrite is tried, then the swapper is FAILED.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from swapio.buffers import BufferPool
+from swapio.cache import ChunkCache, Item, ItemState
+from swapio.errors import AioError, SwapStateError
+from swapio.store import SwapStore, WriteTransaction
+from swapio.swapper import PartitionedSwapper
+from swapio.views import TransferHandle
+
+
+class WriteBehind(PartitionedSwapper):
+    """A swapper that writes chunks in the background. See PipelinedSwapper for the arguments."""
+
+    def __init__(
+        self,
+        store: SwapStore | None,
+        pool: BufferPool,
+        *,
+        stream_bytes: int,
+        pipeline_write: bool,
+        chunk_bytes: int,
+        min_swap_bytes: int,
+        swap_gradients: bool,
+        writes_through: bool,
+    ) -> None:
+        super().__init__(
+            store,
+            pool,
+            chunk_bytes=chunk_bytes,
+            min_swap_bytes=min_swap_bytes,
+            swap_gradients=swap_gradients,
+            writes_through=writes_through,
+        )
+        self._pipeline_write = pipeline_write
+        self._cache = ChunkCache(stream_bytes)
+        self._queued: list[Item] = []
+        self._writing: deque[Item] = deque()
+        self._open: dict[str, WriteTransaction] = {}
+        self._ending: set[str] = set()
+        self._seals: dict[str, TransferHandle] = {}
+
+    def _taint(self, item: Item, names: Iterable[str]) -> None:
+        changed = set(names) & set(item.buffer.placements)
+        if changed:
+            item.dirty |= changed
+            item.state = ItemState.DIRTY
+
+    def _flush_queue(self) -> None:
+        """Submit the writes of all queued chunks."""
+        queued, self._queued = self._queued, []
+        for item in queued:
+            self._submit_write(item)
+        if not self._pipeline_write:
+            while self._writing:
+                self._wait_writing(self._writing[0])
+
+    def _submit_write(self, item: Item) -> None:
+        key = item.id[0]
+        if key not in self._open:
+            self._fence(key)
+            self._open[key] = self._require_store().begin_write(key, self._generation)
+        pieces = item.buffer.pieces(item.dirty)
+        item.future = self._open[key].write(pieces, owner=item.buffer)
+        item.state = ItemState.WRITING
+        self._writing.append(item)
+        if key in self._ending:
+            self._end_transaction(key)
+
+    def _reap(self) -> None:
+        """Take note of completed writes; never blocks."""
+        while self._writing:
+            future = self._writing[0].future
+            if future is not None and not future.done():
+                break
+            self._complete_write(self._writing[0])
+
+    def _wait_writing(self, item: Item) -> None:
+        began = time.perf_counter()
+        while item.state is ItemState.WRITING:
+            self._complete_write(self._writing[0])
+        self._stats.stall_seconds += time.perf_counter() - began
+
+    def _complete_write(self, item: Item) -> None:
+        """Wait for the write of a chunk; if it failed try once more, then be FAILED."""
+        self._writing.remove(item)
+        try:
+            if item.future is not None:
+                self._stats.write_bytes += item.future.result()
+        except AioError as error:
+            item.future = None
+            item.state = ItemState.DIRTY
+            self._rewrite(item, error)
+        item.future = None
+        item.dirty.clear()
+        item.state = ItemState.CLEAN
+        if not item.keep:
+            self._cache.drop(item)
+
+    def _rewrite(self, item: Item, error: AioError) -> None:
+        """Write a chunk again whose write failed, blocking.
+
+        Within its transaction while that is open; in a new one if that was sealed in vain, which
+        cannot bring back other chunks of a slot that was given up: then the swapper is FAILED.
+        """
+        key = item.id[0]
+        pieces = item.buffer.pieces(item.dirty)
+        try:
+            if key in self._open:
+                self._open[key].write(pieces, owner=item.buffer).result()
+                return
+            handle = self._seals.pop(key, None)
+            if handle is not None:
+                handle.exception()
+            self._transfer(self._groups[key], item.buffer, item.dirty)
+        except (AioError, SwapStateError) as second:
+            self._fail(error)
+            raise second from error
+
+    def _end_transaction(self, key: str) -> None:
+        """Seal the sub-group's transaction once all its writes are submitted; does not block."""
+        if key not in self._open:
+            return
+        self._ending.add(key)
+        if any(item.id[0] == key for item in self._queued):
+            return
+        self._ending.discard(key)
+        transaction = self._open.pop(key)
+        self._seals[key] = TransferHandle([transaction.seal(self._meta.get(key, b""))])
+
+    def _sealed(self, key: str) -> bool:
+        """Whether the last transaction of `key` is sealed; never blocks."""
+        handle = self._seals.get(key)
+        if handle is None:
+            return True
+        if not handle.done():
+            return False
+        self._fence(key)
+        return True
+
+    def _fence(self, key: str) -> None:
+        """Wait until the last write of a sub-group is complete and sealed."""
+        if key in self._open:
+            if any(item.id[0] == key for item in self._queued):
+                self._flush_queue()
+            self._end_transaction(key)
+        while any(item.id[0] == key for item in self._writing):
+            self._complete_write(self._writing[0])
+        handle = self._seals.pop(key, None)
+        if handle is not None:
+            try:
+                handle.result()
+            except AioError as error:
+                self._fail(error)
+                raise

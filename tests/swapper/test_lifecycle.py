@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both swappers through the same verbs: states, contents, tags, single records, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.swappers import KINDS, open_swapper, specs_of
+from swapio.errors import ClosedError, ConfigError, PoolExhaustedError, SwapStateError
+from swapio.subgroup import RecordSpec, SubGroupState
+
+N = (1 << 20) + 12345
+
+
+def fill(view, value):
+    for chunk in view.chunks():
+        for name in view.group.specs:
+            chunk[name].fill_(value)
+        chunk.mark_dirty()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def test_content_comes_back_after_swap_out(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        ramp = torch.arange(N, dtype=torch.float32)
+        with swapper.swap_in("g") as view:
+            for chunk in view.chunks():
+                chunk["exp_avg"].copy_(ramp[chunk.start : chunk.stop])
+                chunk.mark_dirty("exp_avg")
+        swapper.drain()
+        assert torch.equal(swapper.read("g", "exp_avg"), ramp)
+        assert torch.equal(swapper.read("g", "exp_avg_sq"), torch.zeros(N))
+
+
+def test_initial_content_is_zero_number_tensor_or_function(tmp_path, kind):
+    values = torch.randn(N)
+    records = {
+        "zero": RecordSpec((N,), torch.float32),
+        "number": RecordSpec((N,), torch.float32, 3.0),
+        "tensor": RecordSpec((N,), torch.float32, values),
+        "function": RecordSpec(
+            (N,), torch.float32, lambda start, out: out.copy_(values[start : start + out.numel()])
+        ),
+    }
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", records)
+        assert torch.equal(swapper.read("g", "zero"), torch.zeros(N))
+        assert torch.equal(swapper.read("g", "number"), torch.full((N,), 3.0))
+        assert torch.equal(swapper.read("g", "tensor"), values)
+        assert torch.equal(swapper.read("g", "function"), values)
+
+
+def test_states_of_the_blocking_swapper(tmp_path):
+    with open_swapper(tmp_path, "partitioned") as opened:
+        swapper = opened.add("g", specs_of(N))
+        assert swapper.state("g") is SubGroupState.OUT
+        view = swapper.swap_in("g")
+        assert swapper.state("g") is SubGroupState.CLEAN
+        view["exp_avg"][:] = 1
+        view.mark_dirty("exp_avg")
+        assert swapper.state("g") is SubGroupState.DIRTY
+        with pytest.raises(SwapStateError, match="only a clean copy"):
+            swapper.release("g")
+        swapper.writeback("g", wait=True)
+        assert swapper.state("g") is SubGroupState.CLEAN
+        swapper.release("g")
+        assert swapper.state("g") is SubGroupState.OUT
+        with pytest.raises(SwapStateError, match="out"):
+            swapper.writeback("g")
+        assert swapper.read("g", "exp_avg").eq(1).all()
+
+
+def test_records_may_have_shapes_and_lengths_of_their_own(tmp_path, kind):
+    records = {
+        "matrix": RecordSpec((600, 700), torch.float32, torch.randn(600, 700)),
+        "row": RecordSpec((700,), torch.bfloat16, 2.0),
+        "flags": RecordSpec((3,), torch.uint8, 7),
+    }
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", records)
+        with swapper.swap_in("g") as view:
+            assert view["matrix"].shape == (600, 700)
+            view["matrix"].mul_(2)
+            view["row"].add_(1)
+            view.mark_dirty("matrix", "row")
+        swapper.drain()
+        assert torch.equal(swapper.read("g", "matrix"), records["matrix"].init * 2)
+        assert swapper.read("g", "row").eq(3).all()
+        assert swapper.read("g", "flags").tolist() == [7, 7, 7]
+
+
+def test_chunks_of_records_of_different_lengths_are_refused(tmp_path, kind):
+    records = {
+        "long": RecordSpec((N,), torch.float32),
+        "short": RecordSpec((5,), torch.float32),
+    }
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", records)
+        view = swapper.swap_in("g")
+        with pytest.raises(SwapStateError, match="different lengths"):
+            list(view.chunks())
+
+
+def test_small_sub_groups_stay_in_ram(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(1000))
+        assert swapper.state("g") is SubGroupState.RESIDENT
+        with swapper.swap_in("g") as view:
+            fill(view, 4)
+        swapper.release("g")
+        assert swapper.read("g", "exp_avg").eq(4).all()
+        assert swapper.stats()["read_bytes"] == 0
+
+
+def test_single_spans_can_be_read_and_written_while_out_and_in(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        value = torch.randn(300_000)
+        swapper.write("g", "exp_avg", value, start=262_000)
+        out = torch.empty(300_000)
+        assert torch.equal(swapper.read("g", "exp_avg", out, start=262_000), value)
+        with swapper.swap_in("g") as view:
+            for chunk in view.chunks():
+                chunk["exp_avg"].add_(1)
+                chunk.mark_dirty("exp_avg")
+            swapper.write("g", "exp_avg", value * 3, start=10)
+            assert torch.equal(swapper.read("g", "exp_avg", out, start=10), value * 3)
+        swapper.drain()
+        expected = torch.zeros(N)
+        expected[262_000:562_000] = value
+        expected += 1
+        expected[10:300_010] = value * 3
+        assert torch.equal(swapper.read("g", "exp_avg"), expected)
+
+
+def test_tags_move_records_between_ram_and_storage(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        with swapper.swap_in("g") as view:
+            fill(view, 2)
+        swapper.tag_resident("g", "exp_avg")
+        before = swapper.stats()["read_bytes"]
+        assert swapper.read("g", "exp_avg").eq(2).all()
+        assert swapper.stats()["read_bytes"] == before
+        with swapper.swap_in("g") as view:
+            for chunk in view.chunks():
+                chunk["exp_avg"].add_(1)
+                chunk["exp_avg_sq"].add_(2)
+                chunk.mark_dirty()
+        swapper.tag_resident("g", "exp_avg_sq")
+        assert swapper.state("g") is SubGroupState.RESIDENT
+        swapper.untag_resident("g", "exp_avg")
+        swapper.untag_resident("g", "exp_avg_sq")
+        assert swapper.state("g") is SubGroupState.OUT
+        assert swapper.read("g", "exp_avg").eq(3).all()
+        assert swapper.read("g", "exp_avg_sq").eq(4).all()
+
+
+def test_gradient_fragments_of_both_kinds_survive_a_rewrite(tmp_path, kind):
+    with open_swapper(tmp_path, kind, swap_gradients=True) as opened:
+        swapper = opened.add("g", specs_of(N))
+        large, small = torch.randn(400_000), torch.randn(100)
+        swapper.put_gradient("g", "a", 0, large)
+        swapper.put_gradient("g", "b", 400_000, small)
+        assert torch.equal(swapper.gradient("g", "a"), large)
+        swapper.put_gradient("g", "a", 0, large * 2)
+        swapper.put_gradient("g", "b", 400_000, small * 2)
+        assert torch.equal(swapper.gradient("g", "a"), large * 2)
+        assert torch.equal(swapper.gradient("g", "b"), small * 2)
+        swapper.drop_gradients("g")
+        with pytest.raises(ConfigError, match="no gradient fragment"):
+            swapper.gradient("g", "a")
+
+
+def test_wrong_names_keys_and_tensors_are_named(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        with pytest.raises(ConfigError, match="'nope'"):
+            swapper.swap_in("nope")
+        with pytest.raises(ConfigError, match="'momentum'"):
+            swapper.read("g", "momentum")
+        with pytest.raises(ValueError, match=r"torch\.float32"):
+            swapper.write("g", "exp_avg", torch.zeros(3, dtype=torch.float64))
+        with pytest.raises(ValueError, match="elements"):
+            swapper.write("g", "exp_avg", torch.zeros(10), start=N - 5)
+        with pytest.raises(ConfigError, match="registered already"):
+            swapper.add_sub_group("g", specs_of(10))
+    with pytest.raises(ClosedError):
+        swapper.swap_in("g")
+
+
+def test_a_sub_group_larger_than_the_pool_is_an_error_that_says_so(tmp_path):
+    with open_swapper(tmp_path, "partitioned", pool_bytes=4 << 20) as opened:
+        swapper = opened.add("g", specs_of(N))
+        with pytest.raises(PoolExhaustedError, match="in one piece"):
+            swapper.swap_in("g")
+        assert swapper.state("g") is SubGroupState.OUT
+
+
+def test_nothing_to_swap_is_no_error(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        swapper.set_order([])
+        swapper.drain()
+        assert swapper.commit(1).result() == 0
+        with swapper.swap_in("g") as view:
+            assert sum(chunk.numel for chunk in view.chunks()) == N
+        swapper.drain()
+        assert swapper.stats()["write_bytes"] == 0

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's example runs as it stands, but for the folder, the sizes and the number of steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = re.findall(r"```python\n(.*?)```", README, flags=re.S)[0]
+    assert len(example.strip().splitlines()) <= 25
+    for old, new in (("/nvme/run1", str(tmp_path)), ("4096", "256"), ("range(1000)", "range(3)")):
+        assert old in example
+        example = example.replace(old, new)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_and_links_exist() -> None:
+    from swapio.cli import COMMANDS
+
+    for command in re.findall(r"^\| `swapio (\w+)", README, flags=re.M):
+        assert command in COMMANDS
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`?make (\w+)", README):
+        assert f"\n{target}:" in makefile
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
