@@ -23,6 +23,7 @@ struct FakeFile {
   uint64_t capacity = UINT64_MAX;    // writes beyond it: short, then ENOSPC
   uint64_t bad_offset = UINT64_MAX;  // a transfer that covers it: EIO
   uint64_t cached_bytes = 0;         // touched by buffered transfers and not dropped since
+  bool has_no_memory = false;        // moves nothing, and caps each transfer as Linux does
   bool refuses_direct = false;       // at the first use, although open() went well
 };
 
