@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The async file engine against fio, in paired rounds on the same folder and the same files.
 

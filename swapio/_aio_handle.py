@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 WAIT_SLICE_MS = 100
 EXIT_SECONDS_MAX = 5.0
-_NUM_PEEKED = 32
+_NUM_PEEKED = 16
 _NUM_UNSEEN_ERRORS_MAX = 64
+_COMPLETIONS = ffi.typeof("swapio_completion[]")
+_REQUESTS = ffi.typeof("swapio_request[]")
 _OP_NAMES = ("pread", "pwrite", "fsync", "fdatasync")
 
 _handles: set[Handle] = set()
@@ -73,7 +75,7 @@ class Handle:
         number = future.id
         self.pending[number] = future
         try:
-            requests = ffi.from_buffer("swapio_request[]", packed)
+            requests = ffi.from_buffer(_REQUESTS, packed)
             code = lib.swapio_engine_submit(self.pointer, number, requests, num_requests)
         except BaseException:
             if not lib.swapio_engine_knows(self.pointer, number):
@@ -82,7 +84,8 @@ class Handle:
         if code < 0:
             self.pending.pop(number, None)
             self._raise_refused(-code, future)
-        self.reap()
+        if code > 0:
+            self.reap()
 
     def _raise_refused(self, code: int, future: IOFuture) -> None:
         self.check_open()
@@ -104,7 +107,7 @@ class Handle:
             # Completions are released after they were settled: an interrupt in between only means
             # that they are seen a second time.
             while True:
-                completions = ffi.new("swapio_completion[]", _NUM_PEEKED)
+                completions = ffi.new(_COMPLETIONS, _NUM_PEEKED)
                 count = lib.swapio_engine_peek(self.pointer, completions, _NUM_PEEKED)
                 for index in range(count):
                     self._settle(completions[index])
@@ -247,7 +250,10 @@ class IOFuture:
             if not self._done:
                 handle.check_open()
             pointer, number = handle.pointer, self.id
-            if not handle.wait_until(
+            if timeout is None:
+                while lib.swapio_engine_wait(pointer, number, WAIT_SLICE_MS) == 0:
+                    pass
+            elif not handle.wait_until(
                 lambda ms: lib.swapio_engine_wait(pointer, number, ms), timeout
             ):
                 raise TimeoutError(f"the transfer has not completed within {timeout} s")

@@ -107,7 +107,8 @@ int swapio_file_wait_closed(swapio_engine *engine, int file, int timeout_ms);
 int swapio_file_is_direct(swapio_engine *engine, int file);
 
 /* Queues requests under one id, which the caller makes unique and increasing. Overlapping pages of
- * one file are ordered by queueing. The memory must stay valid until the completion of the id. */
+ * one file are ordered by queueing. The memory must stay valid until the completion of the id.
+ * Returns how many completions wait to be released. */
 int swapio_engine_submit(swapio_engine *engine, uint64_t id, const swapio_request *requests,
                          uint32_t num_requests);
 /* 1: complete (or unknown), 0: the time is over. */

@@ -128,6 +128,7 @@ int Core::submit(uint64_t id, const swapio_request* requests, uint32_t num_reque
   auto batch = std::make_unique<Batch>();
   batch->id = id;
   batch->requests.resize(num_requests);
+  int num_unreleased = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (shutting_down_) return -ESHUTDOWN;
@@ -152,9 +153,10 @@ int Core::submit(uint64_t id, const swapio_request* requests, uint32_t num_reque
     Batch* raw = batch.get();
     batches_.emplace(id, std::move(batch));
     close_request(raw);
+    num_unreleased = static_cast<int>(std::min<size_t>(completions_.size(), INT32_MAX));
   }
   backend_->wake();
-  return 0;
+  return num_unreleased;
 }
 
 void Core::enqueue(Request* request) {

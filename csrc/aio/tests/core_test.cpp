@@ -50,7 +50,7 @@ struct Fixture {
   uint64_t submit(int op, void* address, uint64_t nbytes, uint64_t offset) {
     const swapio_request request = {op, number, reinterpret_cast<uintptr_t>(address), nbytes,
                                     offset};
-    CHECK_EQUAL(core.submit(next_id, &request, 1), 0);
+    CHECK(core.submit(next_id, &request, 1) >= 0);
     return next_id++;
   }
   swapio_completion completion() {
@@ -207,14 +207,14 @@ void test_one_bad_request_of_a_batch_leaves_the_others_and_the_next_batch_alone(
     requests[i] = {SWAPIO_OP_READ, fixture.number, reinterpret_cast<uintptr_t>(memory) + i * kBlock,
                    kBlock, i * kBlock};
   }
-  CHECK_EQUAL(fixture.core.submit(100, requests, 8), 0);
+  CHECK(fixture.core.submit(100, requests, 8) >= 0);
   fixture.backend->run();
   const swapio_completion done = fixture.completion();
   CHECK_EQUAL(done.failed_index, 3);
   CHECK_EQUAL(done.error, EIO);
   CHECK_EQUAL(memory[7 * kBlock], 5);
   fixture.file.bad_offset = UINT64_MAX;
-  CHECK_EQUAL(fixture.core.submit(101, requests, 8), 0);
+  CHECK(fixture.core.submit(101, requests, 8) >= 0);
   fixture.backend->run();
   CHECK_EQUAL(fixture.completion().failed_index, -1);
 }
@@ -301,7 +301,7 @@ void test_nonsense_is_refused_as_a_whole() {
 
 void test_empty_batches_and_empty_requests_complete_at_once() {
   Fixture fixture;
-  CHECK_EQUAL(fixture.core.submit(1, nullptr, 0), 0);
+  CHECK_EQUAL(fixture.core.submit(1, nullptr, 0), 1);
   fixture.next_id = 2;
   fixture.submit(SWAPIO_OP_READ, nullptr, 0, 77);
   CHECK_EQUAL(fixture.completion().transferred, 0);
