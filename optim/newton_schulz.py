@@ -64,7 +64,7 @@ __all__ = [
     "resolve_coefficients",
 ]
 
-_MIRROR_ROWS = 256
+_MIRROR_ROWS = 128
 _CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}  # float64 pieces in which norms are summed
 _FP32_NORM_MIN, _FP32_NORM_MAX = 1e-30, 1e30
 _CONTIGUOUS = torch.contiguous_format
