@@ -143,6 +143,20 @@ AdamPiece make_piece(const Span& s, const AdamForm& form, int64_t first, int64_t
   return p;
 }
 
+// The ties among the spans' elements.
+TieList ties_within(const Span* spans, int64_t num_spans, const uint32_t* ties, int64_t num_ties) {
+  TieList found;
+  for (int64_t i = 0; i < num_spans; i++) {
+    const int64_t end = spans[i].position + spans[i].numel;
+    const auto before = [](uint32_t tie, int64_t position) { return tie < position; };
+    const uint32_t* const first =
+        std::lower_bound(ties, ties + num_ties, spans[i].position, before);
+    found.insert(found.end(), first, std::lower_bound(first, ties + num_ties, end, before));
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
 // Elements before the next cache line of the first moment: stores that cross lines cost bandwidth.
 int64_t head_numel(const Span& s, const AdamForm& form, int64_t first) {
   const uint64_t bytes = static_cast<uint64_t>(element_bytes(form.state));
@@ -180,6 +194,9 @@ TieList adam_spans(const AdamCall& call, const Span* spans, int64_t num_spans, c
     constants.push_back(make_constants(hypers[i], call));
   }
   for (int64_t i = 0; i < num_spans; i++) check_span(spans[i], call.form, i, num_hypers);
+  if (call.op == kRescale && static_cast<float>(call.scale) == static_cast<float>(call.new_scale)) {
+    return ties_within(spans, num_spans, ties, num_ties);  // leaves every bit
+  }
   const AdamForm& form = call.form;
   const AdamFn run = current_level().table.adam[call.op][form.master][form.state][form.grad];
   TieCollector collector(ties, num_ties, kTileNumel);
