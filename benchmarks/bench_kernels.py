@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """CPU Adam kernels against the memory read-modify-write ceiling of this machine.
 

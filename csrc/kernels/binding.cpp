@@ -8,6 +8,7 @@
 #include <sched.h>
 
 #include <cmath>
+#include <exception>
 #include <optional>
 
 #include "dispatch.h"
@@ -25,6 +26,22 @@ using SpanArray = py::array_t<Span, py::array::c_style>;
 using HyperArray = py::array_t<Hyper, py::array::c_style>;
 using Threads = std::optional<int>;
 using OptionalTies = std::optional<Array<uint32_t>>;
+
+// Runs `work` without the GIL. Not py::gil_scoped_release: at interpreter exit CPython ends a
+// daemon thread that comes back for the GIL by unwinding it, and a destructor must not be unwound
+// through.
+template <class Work>
+void without_gil(const Work& work) {
+  PyThreadState* const state = PyEval_SaveThread();
+  std::exception_ptr error;
+  try {
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  PyEval_RestoreThread(state);
+  if (error) std::rethrow_exception(error);
+}
 
 int thread_limit(const Threads& threads) {
   if (!threads) return 0;
@@ -67,11 +84,10 @@ py::object run_adam(AdamCall call, int form, const SpanArray& spans, const Hyper
   call.form = decode_form(form, call.op);
   const TieView view(ties);
   TieList found;
-  {
-    const py::gil_scoped_release release;
+  without_gil([&] {
     found = adam_spans(call, spans.data(), spans.size(), hypers.data(), hypers.size(), view.data,
                        view.size);
-  }
+  });
   if (call.form.master != kMasterSplit) return py::none();
   return to_array(found);
 }
@@ -138,12 +154,11 @@ py::tuple grad_stats_spans(const Array<uint64_t>& addresses, const Array<int64_t
   const auto runs = make_runs(addresses, nullptr, numels, element_bytes(type), 1);
   const int limit = thread_limit(threads);
   double total = 0.0;
-  {
-    const py::gil_scoped_release release;
+  without_gil([&] {
     for (const double sum :
          square_sums(runs.data(), static_cast<int64_t>(runs.size()), type, limit))
       total += sum;
-  }
+  });
   return py::make_tuple(total, std::isfinite(total));
 }
 
@@ -153,10 +168,8 @@ py::array_t<double> square_sum_spans(const Array<uint64_t>& addresses, const Arr
   const auto runs = make_runs(addresses, nullptr, numels, element_bytes(type), 1);
   const int limit = thread_limit(threads);
   std::vector<double> sums;
-  {
-    const py::gil_scoped_release release;
-    sums = square_sums(runs.data(), static_cast<int64_t>(runs.size()), type, limit);
-  }
+  without_gil(
+      [&] { sums = square_sums(runs.data(), static_cast<int64_t>(runs.size()), type, limit); });
   return py::array_t<double>(static_cast<py::ssize_t>(sums.size()), sums.data());
 }
 
@@ -167,10 +180,8 @@ py::array_t<uint64_t> hash_spans_(const Array<uint64_t>& addresses, const Array<
   py::array_t<uint64_t> hashes(static_cast<py::ssize_t>(runs.size()));
   uint64_t* const out = hashes.mutable_data();
   bool done = false;
-  {
-    const py::gil_scoped_release release;
-    done = hash_spans(runs.data(), static_cast<int64_t>(runs.size()), out, limit);
-  }
+  without_gil(
+      [&] { done = hash_spans(runs.data(), static_cast<int64_t>(runs.size()), out, limit); });
   if (!done) {
     PyErr_SetString(PyExc_NotImplementedError,
                     "this build has no xxh3 (has_xxh3 is False): libxxhash-dev was not found when "
@@ -186,16 +197,15 @@ void convert_spans_(const Array<uint64_t>& src, const Array<uint64_t>& dst,
   const Dtype from = to_dtype(src_dtype), to = to_dtype(dst_dtype);
   const auto runs = make_runs(src, &dst, numels, element_bytes(from), element_bytes(to));
   const int limit = thread_limit(threads);
-  const py::gil_scoped_release release;
-  convert_spans(runs.data(), static_cast<int64_t>(runs.size()), from, to, limit);
+  without_gil(
+      [&] { convert_spans(runs.data(), static_cast<int64_t>(runs.size()), from, to, limit); });
 }
 
 void copy_spans_(const Array<uint64_t>& src, const Array<uint64_t>& dst,
                  const Array<int64_t>& nbytes, const Threads& threads) {
   const auto runs = make_runs(src, &dst, nbytes, 1, 1);
   const int limit = thread_limit(threads);
-  const py::gil_scoped_release release;
-  copy_spans(runs.data(), static_cast<int64_t>(runs.size()), limit);
+  without_gil([&] { copy_spans(runs.data(), static_cast<int64_t>(runs.size()), limit); });
 }
 
 void fill_spans_(const Array<uint64_t>& dst, const Array<int64_t>& nbytes, int value,
@@ -203,8 +213,7 @@ void fill_spans_(const Array<uint64_t>& dst, const Array<int64_t>& nbytes, int v
   const auto runs = make_runs(dst, &dst, nbytes, 1, 1);
   if (value < 0 || value > 255) throw py::value_error("value is a byte");
   const int limit = thread_limit(threads);
-  const py::gil_scoped_release release;
-  fill_spans(runs.data(), static_cast<int64_t>(runs.size()), value, limit);
+  without_gil([&] { fill_spans(runs.data(), static_cast<int64_t>(runs.size()), value, limit); });
 }
 
 std::vector<SplitRun> make_split_runs(const Array<uint64_t>& master, const Array<uint64_t>& high,
@@ -232,10 +241,7 @@ py::array_t<uint32_t> split_master_spans(const Array<uint64_t>& master, const Ar
   const auto runs = make_split_runs(master, high, low, numels, positions);
   const int limit = thread_limit(threads);
   TieList found;
-  {
-    const py::gil_scoped_release release;
-    found = split_spans(runs.data(), static_cast<int64_t>(runs.size()), limit);
-  }
+  without_gil([&] { found = split_spans(runs.data(), static_cast<int64_t>(runs.size()), limit); });
   return to_array(found);
 }
 
@@ -246,8 +252,9 @@ void join_master_spans(const Array<uint64_t>& high, const Array<uint64_t>& low,
   const auto runs = make_split_runs(master, high, low, numels, positions);
   const int limit = thread_limit(threads);
   const TieView view(ties);
-  const py::gil_scoped_release release;
-  join_spans(runs.data(), static_cast<int64_t>(runs.size()), view.data, view.size, limit);
+  without_gil([&] {
+    join_spans(runs.data(), static_cast<int64_t>(runs.size()), view.data, view.size, limit);
+  });
 }
 
 void set_threads_(int num_threads_wanted, const std::vector<int>& cores) {
@@ -261,13 +268,11 @@ void set_threads_(int num_threads_wanted, const std::vector<int>& cores) {
                             " is not in this process's affinity mask");
     }
   }
-  const py::gil_scoped_release release;  // ends the old threads
-  set_threads(num_threads_wanted, cores);
+  without_gil([&] { set_threads(num_threads_wanted, cores); });
 }
 
 void stop_threads_() {
-  const py::gil_scoped_release release;
-  stop_threads();
+  without_gil([&] { stop_threads(); });
 }
 
 void define_adam(py::module_& m) {

@@ -78,7 +78,7 @@ def test_per_span_sums_do_not_depend_on_their_neighbours() -> None:
 
 
 def all_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every 16-bit value, or for fp32 a spread that has all exponents, halfway points and odd ones."""
+    """Every 16-bit value, or for fp32 all upper halves with lower ones around halfway points."""
     if dtype != torch.float32:
         return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
