@@ -30,7 +30,7 @@ def state(numel: int = 17) -> list[torch.Tensor]:
     return [torch.rand(numel, generator=random) for _ in range(4)]
 
 
-@pytest.mark.parametrize(("param", "grad", "moment"), product(DTYPES, DTYPES, DTYPES))
+@pytest.mark.parametrize(("param", "grad", "moment"), list(product(DTYPES, DTYPES, DTYPES)))
 def test_all_27_combinations(param: torch.dtype, grad: torch.dtype, moment: torch.dtype) -> None:
     """The gradient's dtype is its own: a bf16 gradient of an fp32 parameter was once read as fp32.
 
@@ -40,7 +40,7 @@ def test_all_27_combinations(param: torch.dtype, grad: torch.dtype, moment: torc
     p, g, m, v = state()
     one = [p.to(param), g.to(grad), m.to(moment), v.to(moment)]
     if (param, moment) not in SUPPORTED:
-        with pytest.raises(TypeError, match="there are:\n(.*\n)*param fp32: grad fp32, bf16"):
+        with pytest.raises(TypeError, match=r"there are:\n(.*\n)*param fp32: grad fp32, bf16"):
             kernels.adam_step(*one, step=1)
         return
     two = [one[0].clone(), one[1].float(), one[2].clone(), one[3].clone()]
@@ -145,7 +145,7 @@ def test_bad_numbers_are_refused() -> None:
 
 def test_out_and_low_must_have_their_dtypes() -> None:
     p, g, m, v = state()
-    with pytest.raises(TypeError, match="out=torch.float32"):
+    with pytest.raises(TypeError, match=r"out=torch\.float32"):
         kernels.adam_step(p, g, m, v, step=1, out=torch.zeros(17))
     with pytest.raises(TypeError, match="int16"):
         kernels.adam_step(p.bfloat16(), g, m, v, step=1, low=torch.zeros(17, dtype=torch.int32))
