@@ -68,7 +68,7 @@ def uring_refusal(code: int) -> str:
         errno.ENOSYS: "likely cause: a seccomp filter that hides it (container runtime), or a "
         "kernel older than 5.1",
         errno.ENOMEM: "likely cause: the memory lock limit (ulimit -l, now "
-        f"{memlock_text()}) on a kernel older than 5.12",
+        f"{memlock_text()}), which all rings of this user count against",
         errno.EMFILE: "likely cause: too many open files (ulimit -n)",
     }
     cause = causes.get(code, "the kernel gives no further reason")

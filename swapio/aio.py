@@ -398,8 +398,9 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "open"
-        return f"<swapio.Engine {self.kind} {state}, {self.queue_depth} x {self.block_size} bytes>"
+        handle: Handle | None = getattr(self, "_handle", None)  # None: __init__ has raised
+        state = "closed" if handle is None or handle.closed else "open"
+        return f"<swapio.Engine {state}, {self.queue_depth} x {self.block_size} bytes>"
 
     def __reduce__(self) -> Any:
         raise ClosedError("an Engine cannot be pickled or copied; create one in each process")

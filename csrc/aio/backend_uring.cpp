@@ -37,7 +37,7 @@ constexpr unsigned kNumFilesMax = 1024;
 constexpr unsigned kNumBuffersMax = 256;  // of up to 1 GiB each
 
 // Tries the cheapest set of flags first; older kernels answer EINVAL.
-int init_ring(unsigned entries, io_uring* ring) {
+int try_init_ring(unsigned entries, io_uring* ring) {
   constexpr unsigned kFlags[] = {
       IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_CLAMP,
       IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, 0};
@@ -45,6 +45,17 @@ int init_ring(unsigned entries, io_uring* ring) {
   for (const unsigned flags : kFlags) {
     result = io_uring_queue_init(entries, ring, flags);
     if (result != -EINVAL) break;
+  }
+  return result;
+}
+
+// Rings count against the user's memory lock limit, and the kernel gives the memory of a closed
+// ring back a little later: ENOMEM may be over in a moment.
+int init_ring(unsigned entries, io_uring* ring) {
+  int result = try_init_ring(entries, ring);
+  for (int attempt = 0; attempt < 20 && result == -ENOMEM; ++attempt) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    result = try_init_ring(entries, ring);
   }
   return result;
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,9 @@ def memlock(nbytes: int) -> tuple[str, ...]:
     missing = [tool for tool in ("prlimit", "setpriv") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if hard != resource.RLIM_INFINITY and hard < nbytes:
+        pytest.skip(f"the memory lock limit is {hard} bytes already")
     prefix = ("prlimit", f"--memlock={nbytes}:{nbytes}")
     if os.geteuid() != 0:
         return prefix
