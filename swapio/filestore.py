@@ -21,12 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from swapio.aio import Engine
+from swapio.catalog import Catalog
 from swapio.committer import Committer
-from swapio.errors import AioError, CheckpointError, ClosedError, ConfigError, SwapStateError
+from swapio.errors import AioError, ClosedError, ConfigError, SwapStateError
 from swapio.holds import FileHold, locate_slot
-from swapio.provision import provide_slots
-from swapio.recovery import recover_store
-from swapio.slotfiles import SlotFileSet, num_links
+from swapio.slotfiles import num_links
 from swapio.slots import Slot, SubGroup
 from swapio.store import (
     CommitRecord,
@@ -41,7 +40,6 @@ from swapio.store import (
     TransferFuture,
 )
 from swapio.storefolders import StoreFolders
-from swapio.striping import FileGroup, SubGroupLayout, group_files, lay_out
 from swapio.tasks import TaskQueue
 from swapio.transaction import FileTransaction, Shared
 from swapio.transfer import Counters, Mover
@@ -99,12 +97,12 @@ class FileStore(SwapStore):
         counters = Counters()
         mover = Mover(engine, counters, has_checksums=checksum)
         self._shared = Shared(mover, counters, TaskQueue("swapio-store"))
-        self._declared: list[SubGroupLayout] = []
-        self._sub_groups: dict[str, SubGroup] = {}
-        self._groups: list[FileGroup] = []
         self._transactions: dict[str, FileTransaction] = {}
         self._folders = StoreFolders(
             paths, engine, namespace=namespace, lock_timeout=lock_timeout, weights=weights
+        )
+        self._catalog = Catalog(
+            self._shared, self._folders, durability=durability, num_slots=self.num_slots
         )
         self._committer = Committer(
             self._shared,
@@ -127,48 +125,24 @@ class FileStore(SwapStore):
     @property
     def host_bytes(self) -> int:
         """Memory that the store holds: checksums of all slots, and the scratch buffer."""
-        hashes = sum(slot.hashes.nbytes for s in self._sub_groups.values() for slot in s.slots)
+        sub_groups = self._catalog.sub_groups.values()
+        hashes = sum(slot.hashes.nbytes for entry in sub_groups for slot in entry.slots)
         return hashes + self._shared.scratch.nbytes
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The declared sub-groups, in order."""
-        return (*self._sub_groups, *(layout.key for layout in self._declared))
+        """The sub-groups: those with storage, then those that were only added."""
+        return self._catalog.keys
 
     def add(self, key: str, records: Sequence[RecordLayout], meta_bytes: int = 0) -> None:
         """Declare a sub-group; see `SwapStore.add`."""
         self._check()
-        if key in self.keys:
-            raise ConfigError(f"sub-group {key!r} was added before")
-        pattern = self._folders.pattern
-        phase = len(self.keys) % len(pattern)
-        self._declared.append(lay_out(key, records, meta_bytes, pattern, phase))
+        self._catalog.declare(key, records, meta_bytes)
 
     def allocate(self, progress: Progress | None = None) -> None:
         """Reserve and write once the storage of what was added; see `SwapStore.allocate`."""
         self._check()
-        is_first = not self._groups
-        may_reuse = is_first and self._discard_previous()
-        groups = group_files(self._declared, len(self._groups))
-        wanted = [(group, index) for group in groups for index in range(self.num_slots)]
-        file_sets, written = provide_slots(
-            self._folders.files,
-            wanted,
-            may_reuse=may_reuse,
-            # Later the manifest names new files only when they are there: until then a crash
-            # finds the committed state under the old one.
-            before_create=lambda: self._write_manifest("allocating", groups) if is_first else None,
-            progress=progress,
-        )
-        self._shared.counters.add(bytes_allocated=written)
-        for number, group in enumerate(groups):
-            members = [SubGroup(layout, group, i) for i, (layout, _) in enumerate(group.members)]
-            first = number * self.num_slots
-            for file_set in file_sets[first : first + self.num_slots]:
-                _add_slots(members, file_set)
-            self._adopt(group, members)
-        self._declared.clear()
-        self._write_manifest("open")
+        self._catalog.allocate(progress)
 
     def add_slots(self, keys: Iterable[str] | None = None, progress: Progress | None = None) -> int:
         """Make one more slot for every sub-group, or for `keys` and those that share their files.
@@ -183,22 +157,7 @@ class FileStore(SwapStore):
             AioError: If the storage failed; what was made is removed.
         """
         self._check()
-        chosen = {self._get(key).group.name for key in (self.keys if keys is None else keys)}
-        groups = [group for group in self._groups if group.name in chosen]
-        wanted = [(group, len(self._members(group)[0].slots)) for group in groups]
-        file_sets, written = provide_slots(
-            self._folders.files,
-            wanted,
-            may_reuse=False,
-            before_create=lambda: None,
-            progress=progress,
-        )
-        self._shared.counters.add(bytes_allocated=written)
-        with self._shared.lock:
-            for group, file_set in zip(groups, file_sets, strict=True):
-                _add_slots(self._members(group), file_set)
-        self._write_manifest("open")
-        return written
+        return self._catalog.add_slots(self._catalog.sub_groups if keys is None else keys, progress)
 
     def read(self, key: str, pieces: Sequence[Piece], *, owner: object = None) -> TransferFuture:
         """Start to read blocks of the LIVE slot; see `SwapStore.read`."""
@@ -264,7 +223,9 @@ class FileStore(SwapStore):
             raise SwapStateError(
                 'there are no commits with durability="checkpoint"; use "step" or "power"'
             )
-        return self._committer.commit(step, list(self._sub_groups.values()), payload, scalars or {})
+        return self._committer.commit(
+            step, list(self._catalog.sub_groups.values()), payload, scalars or {}
+        )
 
     def confirm(self, step: int) -> None:
         """Free the slots of commits older than `step`; see `SwapStore.confirm`."""
@@ -273,42 +234,14 @@ class FileStore(SwapStore):
     def recover(self, step: int | None = None) -> CommitRecord | None:
         """Take up a commit of an earlier run; see `SwapStore.recover`."""
         self._check()
-        if self._groups:
-            raise SwapStateError("recover comes before allocate")
-        manifest = self._folders.previous_manifest
-        if manifest is None:
+        record = self._catalog.recover(step)
+        if record is None:
             return None
-        self._folders.require_same_order()
-        if manifest.pattern != self._folders.pattern:
-            raise CheckpointError(
-                f"the committed state is striped as {list(manifest.pattern)} over "
-                f"{manifest.num_paths} paths, this run as {list(self._folders.pattern)}"
-            )
-        try:
-            found = recover_store(
-                manifest,
-                self._declared,
-                self._folders.files,
-                self._folders.log,
-                self._shared,
-                step=step,
-            )
-        except BaseException:
-            self._folders.files.close(remove=False)
-            raise
-        if found is None:
-            return None
-        self._folders.store_id = manifest.store_id
-        self._declared.clear()
-        for group in found.groups:
-            self._adopt(group, [s for s in found.sub_groups if s.group is group])
-        self._committer.take_up(found.record.step, found.sub_groups)
-        self._folders.files.remove_leftovers(self._folders.files.leftovers())
-        short = [key for key in self._sub_groups if not self.num_free_slots(key)]
+        self._committer.take_up(record.step, list(self._catalog.sub_groups.values()))
+        short = [key for key in self._catalog.sub_groups if not self.num_free_slots(key)]
         if short:
-            self.add_slots(short)
-        self._write_manifest("open")
-        record = found.record
+            self._catalog.add_slots(short, None)
+        self._catalog.write_manifest("open")
         return CommitRecord(record.step, record.payload, record.scalars, self.keys)
 
     def drain(self) -> None:
@@ -334,8 +267,8 @@ class FileStore(SwapStore):
         if remove is None:
             remove = not self._committer.has_commits and not self._must_keep_previous()
         try:
-            if not remove and self._groups:
-                self._write_manifest("closed")
+            if not remove and self._catalog.sub_groups:
+                self._catalog.write_manifest("closed")
         except AioError as full:
             _logger.warning("the end of the run is not noted, all else is: %s", full)
         finally:
@@ -362,26 +295,20 @@ class FileStore(SwapStore):
                 "parent of this one; make a new one here"
             )
 
-    def _get(self, key: str) -> SubGroup:
-        try:
-            return self._sub_groups[key]
-        except KeyError:
-            is_declared = any(layout.key == key for layout in self._declared)
-            hint = "; call allocate or recover first" if is_declared else ""
-            raise SwapStateError(f"there is no sub-group {key!r} with storage{hint}") from None
-
     def _fenced(self, key: str) -> SubGroup:
         """Return a sub-group whose last seal is over; raise its error if nobody saw it."""
         self._check()
-        sub_group = self._get(key)
+        sub_group = self._catalog.get(key)
         task = sub_group.pending
         if task is not None:
             try:
                 if not (task.has_failed and task.was_seen):
                     task.result()
             finally:
-                if task.done():
-                    sub_group.pending = None
+                with self._shared.lock:
+                    # A hold comes here from any thread, and there may be a newer seal by now.
+                    if task.done() and sub_group.pending is task:
+                        sub_group.pending = None
         return sub_group
 
     def _take_target(self, sub_group: SubGroup) -> Slot:
@@ -415,36 +342,9 @@ class FileStore(SwapStore):
             slot.generation = -1
         return slot
 
-    def _adopt(self, group: FileGroup, members: Sequence[SubGroup]) -> None:
-        self._groups.append(group)
-        self._sub_groups.update((member.key, member) for member in members)
-
-    def _members(self, group: FileGroup) -> list[SubGroup]:
-        return [self._sub_groups[layout.key] for layout, _ in group.members]
-
-    def _discard_previous(self) -> bool:
-        """Forget an earlier run; return whether its files were written once."""
-        previous = self.previous
-        if previous is not None and previous.steps:
-            _logger.warning(
-                "starting anew in %s: the commit of step %d, left by process %d, is dropped",
-                self._folders.folders[0],
-                previous.steps[0],
-                previous.pid,
-            )
-        self._folders.discard_commits()
-        manifest = self._folders.previous_manifest
-        return manifest is not None and manifest.state != "allocating"
-
     def _must_keep_previous(self) -> bool:
-        return not self._groups and self.previous is not None and bool(self.previous.steps)
-
-    def _write_manifest(self, state: str, more: Sequence[FileGroup] = ()) -> None:
-        groups = [(group, len(self._members(group)[0].slots)) for group in self._groups]
-        groups += [(group, self.num_slots) for group in more]
-        self._folders.write_manifest(
-            groups, state, self.durability, has_checksums=self._shared.mover.has_checksums
-        )
+        previous = self.previous
+        return not self._catalog.sub_groups and previous is not None and bool(previous.steps)
 
     def _abandon(self) -> None:
         """At the interpreter's exit without `close`: leave nothing behind that nobody wants."""
@@ -468,11 +368,6 @@ def _num_slots(durability: str, spare_slots: int | None) -> int:
     if spare < 0:
         raise ConfigError(f"spare_slots must not be negative, not {spare}")
     return spare + (1 if durability == "checkpoint" else 2)
-
-
-def _add_slots(members: Sequence[SubGroup], file_set: SlotFileSet) -> None:
-    for member in members:
-        member.add_slot(file_set)
 
 
 def _holdable(sub_group: SubGroup) -> Slot:

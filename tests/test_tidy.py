@@ -24,7 +24,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "engine": ("aio", "_aio_*"),
     "memory": ("buffers", "_buffers_*"),
     "storage": (
-        *("checksum", "store", "filestore", "filesystem", "slots", "slotfiles", "tables"),
+        *(
+            "catalog",
+            "checksum",
+            "store",
+            "filestore",
+            "filesystem",
+            "slots",
+            "slotfiles",
+            "tables",
+        ),
         *("manifest", "commit", "commitlog", "committer", "holds", "leftovers", "locking"),
         *("provision", "recovery", "storefolders", "striping", "tasks", "transaction", "transfer"),
         "verification",

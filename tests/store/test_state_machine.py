@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def one_live_slot(self):
-        for sub_group in self.store._sub_groups.values():
+        for sub_group in self.store._catalog.sub_groups.values():
             assert sum(slot is sub_group.live for slot in sub_group.slots) <= 1
 
 
