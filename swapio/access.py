@@ -194,7 +194,7 @@ class RecordAccess(SwapperBase):
         old = self._home.pop(group.key, None)
         names = [name for name in group.specs if name in resident]
         group.resident = set(resident)
-        group.set_chunk_bytes(self._chunk_bytes)
+        group.set_chunk_bytes(self._chunk_bytes, self.chunk_numel)
         if names:
             placements, nbytes = place(group.specs, names, 0, None)
             home = RecordBuffer(self._pool.lease(nbytes), placements)

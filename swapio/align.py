@@ -6,12 +6,15 @@ Invariant: BLOCK_BYTES is part of the on-disk format: one checksum covers one bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 BLOCK_BYTES = 1 << 20
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+STAGGER_BYTES = 5 * PAGE_BYTES
+"""Between the records of a buffer: arrays that start at the same offset of their 2 MiB pages
+compete for the same cache sets. An odd number of pages; measured on the Adam kernel only."""
 
 
 class Extent(NamedTuple):
@@ -39,6 +42,14 @@ def round_down(value: int, alignment: int) -> int:
 def num_blocks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> int:
     """Return how many blocks `nbytes` occupy, the last one possibly short."""
     return -(-nbytes // block_bytes)
+
+
+def placed_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of a buffer that holds records of these sizes, each at a page, staggered."""
+    total = 0
+    for size in sizes:
+        total = round_up(total + size, PAGE_BYTES) + STAGGER_BYTES
+    return max(PAGE_BYTES, total - STAGGER_BYTES)
 
 
 def split_extent(extent: Extent, piece_bytes: int) -> Iterator[Extent]:

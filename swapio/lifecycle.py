@@ -40,7 +40,13 @@ class SwapperStats:
 
 
 class SwapperBase:
-    """Registry, resident memory and failure state of a swapper. See PartitionedSwapper."""
+    """Registry, resident memory and failure state of a swapper. See PartitionedSwapper.
+
+    Attributes:
+        chunk_numel: Elements of a chunk of sub-groups added from now on; None: by `chunk_bytes`.
+    """
+
+    chunk_numel: int | None = None
 
     def __init__(
         self,
@@ -107,7 +113,7 @@ class SwapperBase:
         small = group.nbytes < self._min_swap_bytes
         everything = self._store is None or (resident is None and small)
         group.resident = set(records) if everything else set(resident or ())
-        group.set_chunk_bytes(self._chunk_bytes)
+        group.set_chunk_bytes(self._chunk_bytes, self.chunk_numel)
         self._groups[key] = group
         self._states[key] = SubGroupState.RESIDENT if not group.swapped else SubGroupState.OUT
         if self._store is not None and (group.swapped or self._writes_through):

@@ -313,7 +313,10 @@ class PipelinedSwapper(WriteBehind):
                     return
                 if not self._cache.has_room(self._geometry.of(group, index)[1]):
                     return
-                self._start_read(group, index)
+                try:
+                    self._start_read(group, index)
+                except PoolExhaustedError:  # room enough, but no hole is large enough
+                    return
             schedule.ahead += 1
 
     def _worth_reading(self) -> bool:
@@ -343,7 +346,7 @@ class PipelinedSwapper(WriteBehind):
         if item is None:
             self._fence(group.key)
             self._make_room(self._geometry.of(group, index)[1])
-            item = self._start_read(group, index)
+            item = self._read_now(group, index)
         elif item.state is not ItemState.READING:
             self._stats.num_cached_chunks += 1
         if item.state is ItemState.WRITING:
@@ -378,14 +381,29 @@ class PipelinedSwapper(WriteBehind):
             )
         while not self._cache.has_room(nbytes):
             self._reap()
-            if self._cache.has_room(nbytes) or self._evict_clean():
-                continue
-            if self._queued:
-                self._flush_queue()
-            elif self._writing:
-                self._wait_writing(self._writing[0])
-            else:
-                self._queue_farthest()
+            if not self._cache.has_room(nbytes):
+                self._free_some()
+
+    def _read_now(self, group: SubGroup, index: int) -> Item:
+        """Start a read whose bytes fit, and free more while the pool has no hole for them."""
+        while True:
+            try:
+                return self._start_read(group, index)
+            except PoolExhaustedError:
+                if not self._cache.used_bytes:
+                    raise
+                self._free_some()
+
+    def _free_some(self) -> None:
+        """Free the memory of a chunk, or come closer to it; blocks on writes if it must."""
+        if self._evict_clean():
+            return
+        if self._queued:
+            self._flush_queue()
+        elif self._writing:
+            self._wait_writing(self._writing[0])
+        else:
+            self._queue_farthest()
 
     def _evict_clean(self) -> bool:
         clean = [item for item in self._cache if item.state is ItemState.CLEAN]

@@ -5,8 +5,8 @@ The budget is spent in this order: what cannot be avoided (checksum tables, list
 workspace, tagged state, sub-groups below min_swap_bytes), staging for one good pipeline, whole
 sub-groups, and what is left goes to more read-ahead.
 
-    why whole sub-groups come before more read-ahead: a resident byte saves its read and its write
-    in every step; a byte of read-ahead hides the same two behind forward and backward at best.
+    why whole sub-groups come before still more buffers: both save the same bytes (buffers keep the
+    end of a sweep for the next), but a resident sub-group does so in any order of steps.
 
 Invariant: the parts of a Plan add up to host_memory, to the byte.
 """
@@ -20,20 +20,21 @@ from typing import Any
 
 from swapio.config_values import format_size
 from swapio.errors import ConfigError
+from swapio.plan_cache import kept_chunks
 from swapio.plan_request import (
     PlanRequest,
+    added_ram_bytes,
     must_stay,
     ram_bytes,
     slot_bytes,
     small_bytes,
     step_bytes,
     tagged,
-    untagged,
 )
-from swapio.plan_staging import Staging, grow, stagings
+from swapio.plan_staging import NO_STAGING, STREAM_BYTES_GOOD, Staging, grow, stagings
 from swapio.plan_time import PlanTime, predict
 
-__all__ = ["Plan", "PlanRequest", "make_plan", "sweep_order"]
+__all__ = ["Plan", "PlanRequest", "evaluate_plan", "make_plan", "sweep_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Plan:
         writing: Chunk buffers that hold chunks being written.
         num_buffers: All chunk buffers: read_ahead, writing, and the one being updated.
         staging_bytes: The buffers together.
+        kept_bytes: What of them holds the end of a sweep for the next one, as if it were resident.
         resident_bytes: Records that stay in RAM.
         small_bytes: Checksum tables and lists of ties.
         workspace_bytes: As requested.
@@ -73,6 +75,7 @@ class Plan:
     writing: int
     num_buffers: int
     staging_bytes: int
+    kept_bytes: int
     resident_bytes: int
     small_bytes: int
     workspace_bytes: int
@@ -139,21 +142,27 @@ def make_plan(request: PlanRequest) -> Plan:
     forced = {i for i, group in enumerate(groups) if must_stay(group, request)}
     free = [i for i in range(len(groups)) if i not in forced]
     fixed = _fixed_bytes(request, forced)
-    everything = fixed + sum(ram_bytes(untagged(groups[i])) for i in free)
+    everything = fixed + sum(added_ram_bytes(groups[i]) for i in free)
     ways: list[Staging] = []
     if free and request.has_storage:
-        ways = list(stagings([untagged(groups[i]) for i in free], request))
+        ways = list(stagings([groups[i] for i in free], request))
     least = _least_bytes(request, fixed, everything, ways)
     if request.host_memory < least:
         raise ConfigError(_too_small(request, least, everything, ways))
-    staging = Staging(0, 0, 0, 0)
-    if everything > request.host_memory or request.writes_through:
-        fitting = (way for way in ways if fixed + way.nbytes <= request.host_memory)
-        staging = next(fitting, staging)
-    room = request.host_memory - fixed - staging.nbytes
-    resident = forced | set(_choose_resident(free, room, request))
-    staging = grow(staging, resident, request, request.host_memory - fixed)
-    return _finish(request, resident, staging, least)
+    room = request.host_memory - fixed
+    through_buffers = request.writes_through and request.is_pipelined
+    if everything <= request.host_memory and not through_buffers:
+        return evaluate_plan(request, set(range(len(groups))), NO_STAGING, least)
+    staging = next((way for way in ways if way.nbytes <= room), NO_STAGING)
+    # What is written through is best kept in the buffers, from which writes need not be waited for.
+    good = room if through_buffers else min(room, STREAM_BYTES_GOOD)
+    staging = grow(staging, [groups[i] for i in free], request, good)
+    resident = set(forced)
+    if not through_buffers:
+        resident.update(_choose_resident(free, room - staging.nbytes, request))
+    room -= sum(added_ram_bytes(groups[i]) for i in resident - forced)
+    staging = grow(staging, [groups[i] for i in free if i not in resident], request, room)
+    return evaluate_plan(request, resident, staging, least)
 
 
 def _fixed_bytes(request: PlanRequest, forced: set[int]) -> int:
@@ -190,12 +199,11 @@ def _choose_resident(free: Sequence[int], room: int, request: PlanRequest) -> It
     def worth(index: int) -> float:
         read, written = step_bytes(groups[index], False, request)
         _, through = step_bytes(groups[index], True, request)
-        ram = ram_bytes(untagged(groups[index]))
-        return (read + written - through) / max(1, ram)
+        return (read + written - through) / max(1, added_ram_bytes(groups[index]))
 
     spread = {index: _reversed_bits(position) for position, index in enumerate(free)}
     for index in sorted(free, key=lambda i: (-worth(i), spread[i])):
-        need = ram_bytes(untagged(groups[index]))
+        need = added_ram_bytes(groups[index])
         if need <= room:
             room -= need
             yield index
@@ -229,12 +237,15 @@ def _too_small(request: PlanRequest, least: int, everything: int, ways: Sequence
     )
 
 
-def _finish(
-    request: PlanRequest,
-    resident: set[int],
-    staging: Staging,
-    least: int,
-) -> Plan:
+def evaluate_plan(request: PlanRequest, resident: set[int], staging: Staging, least: int) -> Plan:
+    """Return the plan with these sub-groups resident and this staging: its bytes and seconds.
+
+    Args:
+        request: What the planner was asked.
+        resident: Indices of the sub-groups that stay in RAM.
+        staging: How the rest is streamed.
+        least: The least budget that would do.
+    """
     groups = request.sub_groups
     in_ram = [
         ram_bytes(group if i in resident else tagged(group)) for i, group in enumerate(groups)
@@ -242,11 +253,10 @@ def _finish(
     resident_bytes = sum(in_ram)
     small = sum(small_bytes(group, request) for group in groups)
     moved = [step_bytes(group, i in resident, request) for i, group in enumerate(groups)]
-    read, written = sum(r for r, _ in moved), sum(w for _, w in moved)
+    swapped = [group for i, group in enumerate(groups) if i not in resident]
+    kept = kept_chunks(swapped, staging, request)
+    read, written = sum(r for r, _ in moved) - kept.read, sum(w for _, w in moved) - kept.written
     touched = sum(group.numel * group.touched_bytes for group in groups)
-    num_slots = (2 if request.writes_through else 1) + (
-        1 if request.spare_slots is None else request.spare_slots
-    )
     slots = sum(slot_bytes(group, i in resident, request) for i, group in enumerate(groups))
     used = staging.nbytes + resident_bytes + small
     used += request.workspace_bytes + request.gradient_bytes
@@ -267,6 +277,7 @@ def _finish(
         writing=staging.writing,
         num_buffers=staging.num_buffers,
         staging_bytes=staging.nbytes,
+        kept_bytes=kept.held,
         resident_bytes=resident_bytes,
         small_bytes=small,
         workspace_bytes=request.workspace_bytes,
@@ -276,8 +287,8 @@ def _finish(
         minimum_host_memory=least,
         numel=sum(group.numel for group in groups),
         num_sub_groups=len(groups),
-        num_slots=num_slots if slots else 0,
-        disk_bytes=slots * num_slots,
+        num_slots=request.num_slots if slots else 0,
+        disk_bytes=slots * request.num_slots,
         disk_free_bytes=request.disk_free_bytes,
         read_bytes=read,
         write_bytes=written,

@@ -39,12 +39,14 @@ class RecordSize(NamedTuple):
         item_bytes: Bytes of one element.
         is_read: Whether the update needs it from storage; a written parameter is not read.
         is_resident: Tagged: stays in RAM whatever the budget.
+        numel: Elements, where they are not those of the sub-group (which is whole then); else 0.
     """
 
     name: str
     item_bytes: int
     is_read: bool = True
     is_resident: bool = False
+    numel: int = 0
 
 
 class SubGroupSize(NamedTuple):

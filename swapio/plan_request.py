@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from swapio.align import PAGE_BYTES, num_blocks, round_up
+from swapio.align import PAGE_BYTES, num_blocks, placed_bytes, round_up
 from swapio.config import SwapConfig
 from swapio.plan_forms import RecordSize, SubGroupSize
 from swapio.plan_time import Rates
 
-_TABLE_BYTES_PER_BLOCK = 16
-# 8 for the live slot's checksum, 8 for that of the slot being written.
+_HASH_BYTES = 8
 
 # A model has tens of thousands of sub-groups, nearly all alike.
 _cached = functools.lru_cache(maxsize=1024)
@@ -91,6 +90,17 @@ class PlanRequest:
         return cls(sub_groups=tuple(sub_groups), **(given | more))
 
     @property
+    def is_pipelined(self) -> bool:
+        """Whether chunks are streamed; the blocking swapper moves whole sub-groups."""
+        return self.pipeline_read or self.pipeline_write
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each sub-group on storage."""
+        spare = 1 if self.spare_slots is None else self.spare_slots
+        return spare + (2 if self.writes_through else 1)
+
+    @property
     def writes_through(self) -> bool:
         """Whether resident state is written in each step."""
         return self.durability != "checkpoint" and self.has_storage
@@ -109,19 +119,26 @@ def untagged(group: SubGroupSize) -> SubGroupSize:
 
 
 def record_bytes(numel: int, record: RecordSize) -> int:
-    """Return the bytes of a record in a buffer or slot, padded to a page."""
-    return round_up(numel * record.item_bytes, PAGE_BYTES)
+    """Return the bytes of a record, or of a chunk of `numel` elements of it."""
+    return (record.numel or numel) * record.item_bytes
 
 
 @_cached
 def ram_bytes(group: SubGroupSize) -> int:
     """Return what the records take when they are resident; a written parameter is the user's."""
-    return sum(record_bytes(group.numel, r) for r in group.records if r.is_read)
+    sizes = [record_bytes(group.numel, r) for r in group.records if r.is_read]
+    return placed_bytes(sizes) if sizes else 0
+
+
+@_cached
+def added_ram_bytes(group: SubGroupSize) -> int:
+    """Return the RAM that a sub-group takes when all of it is resident, not only what is tagged."""
+    return ram_bytes(group) - ram_bytes(tagged(group))
 
 
 def must_stay(group: SubGroupSize, request: PlanRequest) -> bool:
     """Whether a sub-group stays in RAM because its records are small, or because all are."""
-    swapped = sum(group.numel * r.item_bytes for r in group.records if not r.is_resident)
+    swapped = sum(record_bytes(group.numel, r) for r in group.records if not r.is_resident)
     return swapped < max(1, request.min_swap_bytes)
 
 
@@ -129,13 +146,15 @@ def small_bytes(group: SubGroupSize, request: PlanRequest) -> int:
     """Return the bytes of checksum tables and lists beside the records."""
     if not (request.checksum and request.has_storage):
         return group.small_bytes
-    blocks = sum(num_blocks(group.numel * r.item_bytes) for r in group.records)
-    return group.small_bytes + blocks * _TABLE_BYTES_PER_BLOCK
+    blocks = sum(num_blocks(record_bytes(group.numel, r)) for r in group.records)
+    # One for each slot, and those of what is being written.
+    return group.small_bytes + blocks * _HASH_BYTES * (request.num_slots + 1)
 
 
 def chunk_bytes(group: SubGroupSize, numel: int) -> int:
     """Return the bytes of a buffer for `numel` elements of each record."""
-    return sum(record_bytes(numel, record) for record in group.records)
+    sizes = [record_bytes(numel, record) for record in group.records]
+    return placed_bytes(sizes) if sizes else 0
 
 
 def step_bytes(group: SubGroupSize, resident: bool, request: PlanRequest) -> tuple[int, int]:
@@ -144,7 +163,7 @@ def step_bytes(group: SubGroupSize, resident: bool, request: PlanRequest) -> tup
         return 0, 0
     read = written = 0
     for record in group.records:
-        nbytes = group.numel * record.item_bytes
+        nbytes = record_bytes(group.numel, record)
         in_ram = resident or record.is_resident
         read += nbytes if record.is_read and not in_ram else 0
         written += nbytes if not in_ram or request.writes_through else 0
@@ -155,13 +174,11 @@ def slot_bytes(group: SubGroupSize, resident: bool, request: PlanRequest) -> int
     """Return the bytes of one slot: records on storage, each aligned, and the table's pages."""
     if not request.has_storage:
         return 0
-    on_storage = [
-        record
-        for record in group.records
-        if request.writes_through or not (resident or record.is_resident)
-    ]
-    if not on_storage:
+    swapped = not resident and any(not record.is_resident for record in group.records)
+    if not swapped and not request.writes_through:
         return 0
-    table = sum(num_blocks(group.numel * r.item_bytes) * 8 for r in on_storage) + group.small_bytes
-    records = sum(record_bytes(group.numel, record) for record in on_storage)
+    # Tagged records have their place too: a save puts them there.
+    sizes = [record_bytes(group.numel, record) for record in group.records]
+    table = sum(num_blocks(size) * _HASH_BYTES for size in sizes) + group.small_bytes
+    records = sum(round_up(size, PAGE_BYTES) for size in sizes)
     return records + round_up(table + PAGE_BYTES, PAGE_BYTES)

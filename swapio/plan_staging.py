@@ -10,13 +10,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from swapio.align import BLOCK_BYTES, HUGE_PAGE_BYTES, round_up
+from swapio.align import BLOCK_BYTES, round_up
 from swapio.plan_forms import SubGroupSize, block_numel
-from swapio.plan_request import PlanRequest, chunk_bytes, must_stay, ram_bytes, untagged
+from swapio.plan_request import PlanRequest, chunk_bytes, untagged
 
 CHUNK_BYTES_MIN = 8 << 20
 """Least bytes of a chunk's records together when the budget allows: chunks of 8 to 16 MiB keep a
 drive busy (16 MiB in flight is the best of a sweep) without holding much RAM."""
+
+STREAM_BYTES_GOOD = 256 << 20
+"""Buffers beyond which whole resident sub-groups do as much good: four batches of 64 MiB, in which
+drives that are half duplex in effect are read and written in turns."""
 
 _DEPTH_MAX = 8
 
@@ -37,16 +41,21 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, in whole huge pages."""
-        return round_up(self.num_buffers * self.buffer_bytes, HUGE_PAGE_BYTES)
+        """Bytes of all buffers."""
+        return self.num_buffers * self.buffer_bytes
+
+
+NO_STAGING = Staging(0, 0, 0, 0)
 
 
 def stagings(groups: Sequence[SubGroupSize], request: PlanRequest) -> Iterator[Staging]:
     """Yield ways to stream, the best first, the smallest last."""
     kinds = set(groups)  # of tens of thousands of sub-groups, nearly all alike
-    elementwise = [group for group in kinds if not group.is_whole]
-    whole_bytes = max((chunk_bytes(g, g.numel) for g in kinds if g.is_whole), default=0)
-    unit = max((block_numel(group.records) for group in elementwise), default=BLOCK_BYTES // 4)
+    whole_bytes = max((chunk_bytes(untagged(g), g.numel) for g in kinds if g.is_whole), default=0)
+    cut = [group for group in kinds if not group.is_whole]
+    # Tagged records are cut at the same elements, so that their blocks count too.
+    unit = max((block_numel(group.records) for group in cut), default=BLOCK_BYTES // 4)
+    elementwise = [untagged(group) for group in cut]
     longest = round_up(max((group.numel for group in elementwise), default=1), unit)
     if request.chunk_numel == "auto":
         chunk = unit
@@ -75,28 +84,18 @@ def _largest(groups: Sequence[SubGroupSize], chunk_numel: int) -> int:
     return max((chunk_bytes(g, min(chunk_numel, g.numel)) for g in groups), default=0)
 
 
-def grow(staging: Staging, resident: set[int], request: PlanRequest, room: int) -> Staging:
-    """Return staging with read-ahead that uses the RAM left, or none where nothing is streamed.
+def grow(
+    staging: Staging, swapped: Sequence[SubGroupSize], request: PlanRequest, room: int
+) -> Staging:
+    """Return staging with as much read-ahead as `room` bytes for all of it allow.
 
-    Args:
-        staging: What was chosen so far.
-        resident: Sub-groups that stay in RAM.
-        request: What the planner was asked.
-        room: RAM for staging and for the sub-groups in `resident` that need not stay there.
+    Buffers beyond all chunks of `swapped` and those in use would stay empty.
     """
-    groups = request.sub_groups
-    swapped = [untagged(group) for i, group in enumerate(groups) if i not in resident]
-    if not swapped and not request.writes_through:
-        return Staging(staging.chunk_numel, 0, 0, 0)
-    if not staging.buffer_bytes or not request.pipeline_read:
+    if not staging.buffer_bytes or not request.is_pipelined:
         return staging
-    chosen = [groups[i] for i in resident if not must_stay(groups[i], request)]
-    room -= sum(ram_bytes(untagged(group)) for group in chosen)
-    # More buffers than chunks to read would stay empty.
-    most = sum(-(-group.numel // staging.chunk_numel) for group in swapped)
-    while staging.read_ahead < most:
-        wider = dataclasses.replace(staging, read_ahead=staging.read_ahead + 1)
-        if wider.nbytes > room:
-            break
-        staging = wider
-    return staging
+    chunks = sum(1 if g.is_whole else -(-g.numel // staging.chunk_numel) for g in swapped)
+    most = min(chunks + 2, max(0, room) // staging.buffer_bytes)
+    more = max(0, most - staging.num_buffers)
+    if not request.pipeline_read:
+        return dataclasses.replace(staging, writing=staging.writing + more)
+    return dataclasses.replace(staging, read_ahead=staging.read_ahead + more)

@@ -41,6 +41,8 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     if plan.num_buffers:
         yield "  chunk", f"{plan.chunk_numel:,} elements"
+    if plan.kept_bytes:
+        yield "  kept", f"{format_size(plan.kept_bytes)} of staging, from one step to the next"
     yield "  tables and ties", format_size(plan.small_bytes)
     if plan.workspace_bytes:
         yield "  workspace", format_size(plan.workspace_bytes)

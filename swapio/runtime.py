@@ -6,6 +6,7 @@ Invariant: what is opened is closed in reverse order, also when a later part can
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,112 +14,192 @@ from types import TracebackType
 from typing import Self
 
 from swapio.aio import Engine
-from swapio.align import BLOCK_BYTES, HUGE_PAGE_BYTES, round_up
+from swapio.align import PAGE_BYTES, num_blocks, placed_bytes, round_up
 from swapio.buffers import BufferPool
 from swapio.config import SwapConfig
+from swapio.config_values import format_size
 from swapio.errors import ConfigError
 from swapio.filestore import FileStore
 from swapio.pipeline import PipelinedSwapper
-from swapio.subgroup import RecordSpec, SubGroup, place
+from swapio.plan import Plan, PlanRequest, evaluate_plan, make_plan
+from swapio.plan_forms import TIE_BYTES_PER_BLOCK, RecordSize, SubGroupSize
+from swapio.plan_request import must_stay, ram_bytes, small_bytes, tagged
+from swapio.plan_staging import NO_STAGING, Staging, stagings
+from swapio.subgroup import RecordSpec, SubGroup
 from swapio.swapper import PartitionedSwapper
 
-# Buffers the pipelined swapper cannot do without: one being updated, one read, one written.
-_STREAM_CHUNKS_MIN = 3
-_CHUNK_BYTES = 12 << 20
-# Virtual memory until sub-groups are added that must be streamed.
-_SPARE_STREAM = 8 * _CHUNK_BYTES
+# Virtual memory for streaming what is added after all fitted.
+_SPARE_STREAM_BYTES = 96 << 20
+_SPARE_BUFFERS_MIN = 3
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A sub-group to register: the arguments of `add_sub_group`."""
+    """A sub-group to register: the arguments of `add_sub_group`, and what the planner asks.
+
+    Attributes:
+        key: Unique and stable name.
+        records: Record specifications by name.
+        resident: Names of records that stay in RAM whatever the budget.
+        meta_bytes: Room for small bytes that travel with the records.
+        touched_bytes: RAM traffic of the update of one element, for predictions.
+    """
 
     key: str
     records: Mapping[str, RecordSpec]
     resident: frozenset[str] = frozenset()
     meta_bytes: int = 0
+    touched_bytes: int = 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all records."""
-        return sum(spec.nbytes for spec in self.records.values())
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How host_memory is divided, in bytes.
-
-    Attributes:
-        total: What was asked for; None without a limit (state in RAM).
-        resident: Records that stay in RAM.
-        stream: Buffers of the pipelined swapper, or the largest sub-group of the partitioned one.
-        tables: Checksums, tie lists and other small records.
-    """
-
-    total: int | None
-    resident: int
-    stream: int
-    tables: int
-
-    @property
-    def pool(self) -> int:
-        """Bytes of the buffer pool."""
-        return round_up(self.resident + self.stream, HUGE_PAGE_BYTES)
+    def size(self) -> SubGroupSize:
+        """What the planner needs to know."""
+        numels = [spec.numel for spec in self.records.values()]
+        numel, is_whole = max(numels, default=0), len(set(numels)) > 1
+        records = tuple(
+            RecordSize(
+                name,
+                spec.dtype.itemsize,
+                is_resident=name in self.resident,
+                numel=spec.numel if is_whole else 0,
+            )
+            for name, spec in self.records.items()
+        )
+        ties = min(self.meta_bytes, num_blocks(2 * numel) * TIE_BYTES_PER_BLOCK)
+        return SubGroupSize(numel, records, self.touched_bytes, ties, is_whole)
 
 
 class SwapRuntime:
     """An opened swapper with everything under it; a context manager.
 
+    Args:
+        config: The settings.
+        requests: The sub-groups, in the order in which they are stepped.
+        workspace_bytes: Scratch memory of the caller that host_memory must cover too.
+
     Attributes:
         config: The settings it was opened with.
-        budget: How the memory was divided.
+        plan: What was decided from them: what is resident, chunks, buffers, bytes, seconds.
         swapper: The swapper, with all requested sub-groups registered and allocated.
         engine: The I/O engine; None with state in RAM.
         store: The file store; None with state in RAM.
+
+    Raises:
+        ConfigError: The budget is too small; the message gives the number that would do.
     """
 
-    def __init__(self, config: SwapConfig, requests: Sequence[GroupRequest]) -> None:
+    def __init__(
+        self, config: SwapConfig, requests: Sequence[GroupRequest], *, workspace_bytes: int = 0
+    ) -> None:
         self.config = config
         self.engine: Engine | None = None
         self.store: FileStore | None = None
         self._stack = ExitStack()
         self._extra_pools: list[BufferPool] = []
         with ExitStack() as stack:
-            self.budget, everything = divide(config, requests)
-            self._pool = stack.enter_context(BufferPool(self.budget.pool, name="host_memory"))
+            self._request = plan_request(config, requests, workspace_bytes)
+            self.plan = make_plan(self._request)
+            self._staging = staging_of(self.plan, self._request)
+            pool_bytes = self.plan.resident_bytes + self._staging.nbytes
+            self._pool = stack.enter_context(self._open_pool(pool_bytes))
             stack.callback(self._close_extra_pools)
             if config.paths:
-                self._open_storage(stack, register=not everything)
+                self._open_storage(stack, register=self.plan.staging_bytes > 0)
             self.swapper = self._open_swapper(stack)
-            for request in requests:
-                self._register(request, everything)
+            resident = set(self.plan.resident)
+            for index, request in enumerate(requests):
+                self._register(request, whole=index in resident)
             self.swapper.allocate()
             self._stack = stack.pop_all()
 
     def add(self, requests: Sequence[GroupRequest]) -> list[SubGroup]:
         """Register and allocate further sub-groups.
 
-        With state in RAM they get a pool of their own; else they are streamed unless they are
-        small or tagged, and must fit beside what the budget holds already.
+        They stay in RAM if what is left of host_memory holds all of them; else they are streamed
+        through the buffers there are, except what is tagged or small.
+
+        Raises:
+            ConfigError: They do not fit; the message gives the host_memory that would do. Nothing
+                has changed.
         """
+        if not requests:
+            return []
+        resident, pool_bytes = self._place_added([request.size for request in requests])
         pool = None
-        if self.engine is None and requests:
-            pool = BufferPool(divide(self.config, requests)[0].pool, name="host_memory")
+        if pool_bytes:
+            pool = self._open_pool(pool_bytes)
             self._extra_pools.append(pool)
-        added = [self._register(request, False) for request in requests]
+        first = len(self._request.sub_groups) - len(requests)
+        added = [
+            self._register(request, whole=first + index in resident)
+            for index, request in enumerate(requests)
+        ]
         self.swapper.allocate(pool=pool)
         return added
+
+    def _place_added(self, sizes: Sequence[SubGroupSize]) -> tuple[set[int], int]:
+        """Decide where added sub-groups live: (indices of resident ones, bytes of their pool)."""
+        old, plan = self._request, self.plan
+        request = dataclasses.replace(old, sub_groups=(*old.sub_groups, *sizes))
+        new = range(len(old.sub_groups), len(request.sub_groups))
+        tables = sum(small_bytes(size, request) for size in sizes)
+        need = sum(ram_bytes(size) for size in sizes)
+        missing = need + tables - plan.spare_bytes
+        resident = set(new)
+        if missing > 0 and not self.config.paths and self.config.host_memory == "auto":
+            request = dataclasses.replace(request, host_memory=request.host_memory + missing)
+        elif missing > 0:
+            resident = {i for i in new if must_stay(request.sub_groups[i], request)}
+            ram = [s if i in resident else tagged(s) for i, s in zip(new, sizes, strict=True)]
+            need = sum(ram_bytes(size) for size in ram)
+            streamed = [s for i, s in zip(new, sizes, strict=True) if i not in resident]
+            taken = 0 if plan.staging_bytes else self._staging.nbytes
+            if need + tables + taken > plan.spare_bytes or not self._can_stream(streamed, request):
+                least = request.host_memory + missing
+                raise ConfigError(
+                    f"host_memory={request.host_memory} bytes is too small for the added "
+                    f"parameters; {least} bytes ({format_size(least)}) hold their state in RAM"
+                )
+        resident |= set(plan.resident)
+        is_swapped = len(resident) < len(request.sub_groups)
+        staging = self._staging if is_swapped or plan.staging_bytes else NO_STAGING
+        self._request = request
+        self.plan = evaluate_plan(request, resident, staging, plan.minimum_host_memory)
+        return resident, need
+
+    def _can_stream(self, sizes: Sequence[SubGroupSize], request: PlanRequest) -> bool:
+        """Whether the buffers there are suffice to stream sub-groups of these sizes."""
+        if not sizes or not request.has_storage or not self._staging.nbytes:
+            return not sizes
+        *_, least = stagings(
+            sizes, dataclasses.replace(request, chunk_numel=self._staging.chunk_numel)
+        )
+        return least.nbytes <= self._staging.nbytes
 
     def _close_extra_pools(self) -> None:
         for pool in self._extra_pools:
             pool.close()
 
-    def _register(self, request: GroupRequest, everything: bool) -> SubGroup:
-        resident: frozenset[str] | None = request.resident or None
-        if everything:
-            resident = frozenset(request.records)
+    def _open_pool(self, nbytes: int) -> BufferPool:
+        config = self.config
+        pin = None if config.pin_memory == "auto" else bool(config.pin_memory)
+        pool = BufferPool(
+            max(PAGE_BYTES, nbytes), huge_pages=config.huge_pages, pin=pin, name="host_memory"
+        )
+        if pin and not pool.is_pinned and config.on_fallback == "error":
+            pool.close()
+            raise ConfigError(
+                "pin_memory=True, but the buffers cannot be page-locked (no CUDA device, or "
+                "`ulimit -l` is too low); set pin_memory='auto' or on_fallback='log'"
+            )
+        return pool
+
+    def _register(self, request: GroupRequest, *, whole: bool) -> SubGroup:
         return self.swapper.add_sub_group(
-            request.key, request.records, resident=resident, meta_bytes=request.meta_bytes
+            request.key,
+            request.records,
+            resident=request.records if whole else request.resident,
+            meta_bytes=request.meta_bytes,
         )
 
     def _open_storage(self, stack: ExitStack, *, register: bool) -> None:
@@ -150,7 +231,7 @@ class SwapRuntime:
 
     def _open_swapper(self, stack: ExitStack) -> PartitionedSwapper:
         config = self.config
-        chunk_bytes = chunk_bytes_of(config, self.budget.stream)
+        chunk_bytes = max(PAGE_BYTES, self._staging.buffer_bytes)
         writes_through = config.durability != "checkpoint"
         swapper: PartitionedSwapper
         if self.store is None or config.swapper == "partitioned":
@@ -166,7 +247,7 @@ class SwapRuntime:
             swapper = PipelinedSwapper(
                 self.store,
                 self._pool,
-                stream_bytes=self.budget.stream,
+                stream_bytes=self._staging.nbytes,
                 pipeline_read=config.pipeline_read,
                 pipeline_write=config.pipeline_write,
                 chunk_bytes=chunk_bytes,
@@ -174,6 +255,7 @@ class SwapRuntime:
                 swap_gradients=config.swap_gradients,
                 writes_through=writes_through,
             )
+        swapper.chunk_numel = self._staging.chunk_numel or None
         return stack.enter_context(swapper)
 
     def close(self) -> None:
@@ -194,61 +276,31 @@ class SwapRuntime:
         self.close()
 
 
-def chunk_bytes_of(config: SwapConfig, stream_bytes: int) -> int:
-    """Bytes of one chunk: the configured elements at 10 bytes, or what the budget carries."""
-    if config.chunk_numel != "auto":
-        return config.chunk_numel * 10
-    return min(_CHUNK_BYTES, max(BLOCK_BYTES, stream_bytes // 8))
+def plan_request(
+    config: SwapConfig, requests: Sequence[GroupRequest], workspace_bytes: int = 0
+) -> PlanRequest:
+    """Return what the planner is asked for these sub-groups.
 
-
-def _whole_bytes(request: GroupRequest, names: Sequence[str]) -> int:
-    return place(request.records, names, 0, None)[1] if names else 0
-
-
-def divide(config: SwapConfig, requests: Sequence[GroupRequest]) -> tuple[Budget, bool]:
-    """Divide host_memory. Returns the budget, and whether all state stays in RAM.
-
-    Raises:
-        ConfigError: The budget is too small; the message gives the number that would do.
+    Without a path, host_memory="auto" has no limit: all state is in RAM because the user said so.
     """
-    everything = sum(_whole_bytes(request, list(request.records)) for request in requests)
-    tables = sum(16 * (-(-request.nbytes // BLOCK_BYTES) + 4) for request in requests)
-    if not config.paths:
-        return Budget(None, everything, 0, tables), True
-    total = config.resolve_host_memory()
-    if everything + tables <= total:
-        return Budget(
-            total, everything, min(total - everything - tables, _SPARE_STREAM), tables
-        ), True
-    resident = 0
-    largest = chunk = 0
-    for request in requests:
-        small = not request.resident and request.nbytes < config.min_swap_bytes
-        names = (
-            list(request.records)
-            if small
-            else [n for n in request.records if n in request.resident]
+    sizes = [request.size for request in requests]
+    more = {}
+    if not config.paths and config.host_memory == "auto":
+        request = PlanRequest.from_config(config, sizes, host_memory=0)
+        more["host_memory"] = workspace_bytes + sum(
+            ram_bytes(size) + small_bytes(size, request) for size in sizes
         )
-        swapped = [n for n in request.records if n not in names]
-        resident += _whole_bytes(request, names)
-        largest = max(largest, _whole_bytes(request, swapped))
-        chunk = max(chunk, _least_chunk(request, swapped))
-    need = largest if config.swapper == "partitioned" else _STREAM_CHUNKS_MIN * chunk
-    if resident + tables + need > total:
-        raise ConfigError(
-            f"host_memory={total} bytes is too small: {resident} for resident state, {tables} for "
-            f"tables and at least {need} for buffers make {resident + tables + need}; raise "
-            "host_memory, or lower sub_group_numel or chunk_numel"
-        )
-    return Budget(total, resident, total - resident - tables, tables), False
+    return PlanRequest.from_config(config, sizes, workspace_bytes=workspace_bytes, **more)
 
 
-def _least_chunk(request: GroupRequest, swapped: Sequence[str]) -> int:
-    """Bytes of the smallest chunk a sub-group can be streamed in (all of it if it cannot)."""
-    if not swapped:
-        return 0
-    group = SubGroup(request.key, dict(request.records))
-    if not group.streamed:
-        return _whole_bytes(request, swapped)
-    stop = min(group.numel, group.chunk_unit_numel)
-    return place(request.records, swapped, 0, stop)[1]
+def staging_of(plan: Plan, request: PlanRequest) -> Staging:
+    """Return the buffers of a plan, or of spare memory those for what may be added later."""
+    if plan.staging_bytes or not request.has_storage:
+        return Staging(plan.chunk_numel, plan.buffer_bytes, plan.read_ahead, plan.writing)
+    unit = 1 << 19  # whole blocks of every record that optimizers have
+    numel = unit if request.chunk_numel == "auto" else round_up(request.chunk_numel, unit)
+    nbytes = placed_bytes([4 * numel] * 3)
+    count = min(plan.spare_bytes, _SPARE_STREAM_BYTES) // nbytes
+    if not request.is_pipelined or count < _SPARE_BUFFERS_MIN:
+        return NO_STAGING
+    return Staging(numel, nbytes, count - 2, 1)

@@ -22,15 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swapio.align import BLOCK_BYTES, PAGE_BYTES, round_up
+from swapio.align import BLOCK_BYTES, PAGE_BYTES, STAGGER_BYTES, round_up
 from swapio.buffers import Lease
 from swapio.errors import ConfigError, SwapStateError
 from swapio.store import Piece, RecordLayout
 
 RecordInit = float | torch.Tensor | Callable[[int, torch.Tensor], None]
-
-# Staggering: an odd number of pages between records; measured on the Adam kernel only.
-_STAGGER_BYTES = 5 * PAGE_BYTES
 
 
 class SubGroupState(enum.Enum):
@@ -107,8 +104,8 @@ def place(
         spec = specs[record]
         end = spec.numel if stop is None else stop
         placements.append(Placement(record, spec.dtype, start, end, offset))
-        offset = round_up(offset + placements[-1].nbytes, PAGE_BYTES) + _STAGGER_BYTES
-    return tuple(placements), max(PAGE_BYTES, round_up(offset - _STAGGER_BYTES, PAGE_BYTES))
+        offset = round_up(offset + placements[-1].nbytes, PAGE_BYTES) + STAGGER_BYTES
+    return tuple(placements), max(PAGE_BYTES, round_up(offset - STAGGER_BYTES, PAGE_BYTES))
 
 
 class RecordBuffer:
@@ -193,11 +190,15 @@ class SubGroup:
         """Elements that fill whole checksum blocks of every record."""
         return BLOCK_BYTES // min(spec.dtype.itemsize for spec in self.specs.values())
 
-    def set_chunk_bytes(self, chunk_bytes: int) -> None:
-        """Choose the largest chunk whose swapped records need at most about `chunk_bytes`."""
+    def set_chunk_bytes(self, chunk_bytes: int, chunk_numel: int | None = None) -> None:
+        """Choose the largest chunk whose swapped records need at most about `chunk_bytes`.
+
+        `chunk_numel` elements are taken instead where they are given, in whole blocks.
+        """
         width = sum(self.specs[name].dtype.itemsize for name in self.swapped) or 1
         unit = self.chunk_unit_numel
-        self.chunk_numel = max(unit, chunk_bytes // width // unit * unit)
+        wanted = chunk_bytes // width if chunk_numel is None else chunk_numel
+        self.chunk_numel = max(unit, wanted // unit * unit)
 
     @property
     def num_chunks(self) -> int:
