@@ -393,8 +393,8 @@ class SwapOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """Counters since construction: bytes, seconds, steps; see docs for each name."""
         numbers = self._runtime.swapper.stats()
-        budget = self._runtime.budget
-        numbers["host_bytes"] = budget.pool + budget.tables
+        plan = self._runtime.plan
+        numbers["host_bytes"] = plan.host_memory - plan.spare_bytes
         if self._runtime.engine is not None:
             engine = self._runtime.engine.stats()
             numbers["read_seconds"] = engine.read_seconds
