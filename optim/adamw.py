@@ -15,7 +15,8 @@ import torch
 
 from swapio.errors import ConfigError
 from swapio.optim import kernels
-from swapio.optim.base import StepContext, SwapOptimizer, SwapSetting
+from swapio.optim.base import SwapOptimizer, SwapSetting
+from swapio.optim.context import StepContext
 from swapio.optim.layout import MasterForm, PackedGroup
 from swapio.views import Chunk
 
@@ -75,7 +76,7 @@ class AdamRuleMixin(SwapOptimizer):
             ties=self._masters.ties_of(packed, chunk.start, chunk.stop) if split else None,
             seed=self._num_steps,
         )
-        if split:
+        if ties is not None:  # only a split master has them
             self._masters.replace_ties(packed, rows, ties, chunk)
 
     def _form(self, form: MasterForm, param: torch.dtype, grad: torch.dtype) -> int:

@@ -188,7 +188,7 @@ class SwapOptimizer(torch.optim.Optimizer):
     # -- the step ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step.
 
         Blocks until every parameter is updated; writes of state may go on afterwards. A
@@ -443,7 +443,7 @@ class SwapOptimizer(torch.optim.Optimizer):
         """Refuse: state is on storage."""
         raise TypeError(_NO_COPY.format("pickled"))
 
-    def __getstate__(self) -> NoReturn:  # type: ignore[override]
+    def __getstate__(self) -> NoReturn:
         """Refuse, as __reduce__."""
         raise TypeError(_NO_COPY.format("pickled"))
 

@@ -80,7 +80,7 @@ def sweep(
         for _ in range(NUM_ROUNDS):
             for settings in finalists:
                 runs[settings].append(measure(settings, PATTERNS))
-    medians = {
+    medians: dict[EngineSettings, dict[str, float]] = {
         settings: dict(zip(PATTERNS, map(statistics.median, zip(*rows, strict=True)), strict=True))
         for settings, rows in runs.items()
     }
@@ -113,7 +113,7 @@ def as_config(folder: Path, settings: EngineSettings, rates: dict[str, float]) -
     """Return the fields of SwapConfig, and prove that it accepts them."""
     from swapio.config import SwapConfig
 
-    fields = {
+    fields: dict[str, Any] = {
         "path": str(folder.resolve()),
         # "auto" keeps the file usable where io_uring is denied.
         "engine": "auto" if settings.kind == "io_uring" else "threads",
