@@ -90,6 +90,7 @@ class SwapperBase:
         *,
         resident: Iterable[str] | None = None,
         meta_bytes: int = 0,
+        streamed: bool = True,
     ) -> SubGroup:
         """Register a sub-group; `allocate()` must follow before its first use.
 
@@ -99,6 +100,7 @@ class SwapperBase:
             fragments: Opaque to the swapper; kept as `SubGroup.fragments`.
             resident: Names of records that stay in RAM; None decides by `min_swap_bytes`.
             meta_bytes: Room for `set_meta` bytes that travel with the records.
+            streamed: Whether it may be cut in chunks; if not, `chunks()` gives it in one piece.
 
         Raises:
             ConfigError: The key is taken, or `resident` names an unknown record.
@@ -109,7 +111,9 @@ class SwapperBase:
         unknown = set(resident or ()) - set(records)
         if unknown:
             raise ConfigError(f"sub-group {key!r} has no record {sorted(unknown)[0]!r}")
-        group = SubGroup(key, dict(records), tuple(fragments), meta_bytes=meta_bytes)
+        group = SubGroup(
+            key, dict(records), tuple(fragments), streamed=streamed, meta_bytes=meta_bytes
+        )
         small = group.nbytes < self._min_swap_bytes
         everything = self._store is None or (resident is None and small)
         group.resident = set(records) if everything else set(resident or ())

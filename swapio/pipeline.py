@@ -110,6 +110,11 @@ class PipelinedSwapper(WriteBehind):
             else:
                 self._pump()
 
+    def poll(self) -> None:
+        """Start the reads that completed writes have made room for; see PartitionedSwapper."""
+        with self._lock:
+            self._pump()
+
     def swap_in(self, key: str, records: Iterable[str] | None = None) -> SubGroupView:
         """Return a view of a sub-group; its chunks are read as the view is iterated.
 

@@ -43,6 +43,7 @@ class GroupRequest:
         resident: Names of records that stay in RAM whatever the budget.
         meta_bytes: Room for small bytes that travel with the records.
         touched_bytes: RAM traffic of the update of one element, for predictions.
+        streamed: Whether it may be cut in chunks.
     """
 
     key: str
@@ -50,12 +51,13 @@ class GroupRequest:
     resident: frozenset[str] = frozenset()
     meta_bytes: int = 0
     touched_bytes: int = 0
+    streamed: bool = True
 
     @property
     def size(self) -> SubGroupSize:
         """What the planner needs to know."""
         numels = [spec.numel for spec in self.records.values()]
-        numel, is_whole = max(numels, default=0), len(set(numels)) > 1
+        numel, is_whole = max(numels, default=0), not self.streamed or len(set(numels)) > 1
         records = tuple(
             RecordSize(
                 name,
@@ -200,6 +202,7 @@ class SwapRuntime:
             request.records,
             resident=request.records if whole else request.resident,
             meta_bytes=request.meta_bytes,
+            streamed=request.streamed,
         )
 
     def _open_storage(self, stack: ExitStack, *, register: bool) -> None:

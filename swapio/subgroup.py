@@ -162,8 +162,13 @@ class SubGroup:
     def __post_init__(self) -> None:
         if not self.specs:
             raise ConfigError(f"sub-group {self.key!r} has no records")
-        if len({spec.numel for spec in self.specs.values()}) > 1:
+        if not self.is_uniform:
             self.streamed = False
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all records have the same number of elements."""
+        return len({spec.numel for spec in self.specs.values()}) == 1
 
     @property
     def numel(self) -> int:
@@ -216,7 +221,7 @@ class SubGroup:
 
     def check_chunkable(self) -> None:
         """Raise SwapStateError unless all records have the same number of elements."""
-        if not self.streamed:
+        if not self.is_uniform:
             raise SwapStateError(
                 f"sub-group {self.key!r} has records of different lengths and cannot be cut in "
                 "chunks; use view[record]"

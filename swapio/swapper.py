@@ -55,6 +55,9 @@ class PartitionedSwapper(RecordAccess):
         if self.state(key) is SubGroupState.OUT:
             self._load(self._group(key))
 
+    def poll(self) -> None:
+        """Let transfers in the background go on; for use within long updates. Never blocks."""
+
     def swap_in(self, key: str, records: Iterable[str] | None = None) -> SubGroupView:
         """Bring a sub-group (or some of its records) into RAM and return a view of it.
 
@@ -165,9 +168,9 @@ class PartitionedSwapper(RecordAccess):
         """Yield the chunks of a sub-group that is in RAM, in ascending order."""
         group.check_chunkable()
         buffers = self.whole(group)
-        step = group.chunk_numel or max(1, group.numel)
-        for start in range(0, group.numel, step):
-            chunk = Chunk(group, start, min(group.numel, start + step), buffers)
+        for index in range(group.num_chunks):
+            start, stop = group.chunk_bounds(index)
+            chunk = Chunk(group, start, group.numel if stop is None else stop, buffers)
             self._stats.num_chunks += 1
             yield chunk
             if chunk.dirty:

@@ -38,6 +38,21 @@ def test_content_comes_back_after_swap_out(tmp_path, kind):
         assert torch.equal(swapper.read("g", "exp_avg_sq"), torch.zeros(N))
 
 
+def test_a_sub_group_that_is_not_streamed_comes_in_one_piece(tmp_path, kind):
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N), streamed=False)
+        for value in (1.0, 2.0):
+            swapper.set_order(["g"])
+            with swapper.swap_in("g") as view:
+                for chunk in view.chunks():
+                    assert (chunk.start, chunk.stop) == (0, N)
+                    chunk["exp_avg"].add_(1)
+                    swapper.poll()
+                    chunk.mark_dirty("exp_avg")
+            swapper.drain()
+            assert torch.equal(swapper.read("g", "exp_avg"), torch.full((N,), value))
+
+
 def test_initial_content_is_zero_number_tensor_or_function(tmp_path, kind):
     values = torch.randn(N)
     records = {
