@@ -374,3 +374,28 @@ def test_recover_needs_the_same_sub_groups(make_store):
     with pytest.raises(CheckpointError, match="no commit of step 7"):
         store.recover(7)
     assert store.recover(1).step == 1
+
+
+def test_a_commit_takes_the_seals_that_are_on_their_way(make_store, monkeypatch):
+    # The background thread sleeps: only who asks for a result does the work.
+    store = make_store(durability="step")
+    store.add("g", layouts(x=100))
+    store.allocate()
+    write(store, "g", 1, {"x": random_bytes(100, 1)})
+    store.commit(1).result()
+    monkeypatch.setattr(store._shared.queue, "put", lambda _: None)
+    transaction = store.begin_write("g", 2)
+    array = random_bytes(100, 2)
+    transaction.write([piece("x", array)], owner=array)
+    seal = transaction.seal()
+    commit = store.commit(2)
+    assert not seal.done()
+    # Step 3 goes to the one slot that neither commit needs, while commit 2 is on its way.
+    transaction = store.begin_write("g", 3)
+    assert transaction.slot_index == 2
+    commit.result()
+    transaction.abort()
+    store.close()
+    again = make_store(durability="step")
+    assert again.recover().step == 2
+    np.testing.assert_array_equal(read(again, "g", "x", 100), array)
