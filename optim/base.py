@@ -38,8 +38,10 @@ from swapio.optim.layout import (
     master_form,
 )
 from swapio.optim.masters import Masters
+from swapio.optim.report import about_run, describe, step_stats
 from swapio.optim.state import StateMapping
 from swapio.optim.stepstats import StepStats
+from swapio.plan import Plan
 from swapio.residency import ResidencyRules
 from swapio.runtime import GroupRequest, SwapRuntime
 from swapio.subgroup import RecordSpec
@@ -142,9 +144,13 @@ class SwapOptimizer(torch.optim.Optimizer):
     def _grow(self, group: dict[str, Any]) -> None:
         self._runtime.swapper.drain()
         new = self._layout.add(self._new_infos([group]), self.config.sub_group_numel)
+        try:
+            self._runtime.add([self._request(packed) for packed in new])
+        except BaseException:
+            self._layout.forget(new, len(self._counts))
+            raise
         added = len(self._layout.infos) - len(self._counts)
         self._counts = np.concatenate([self._counts, np.zeros(added, np.int64)])
-        self._runtime.add([self._request(packed) for packed in new])
         self._masters.remember(new)
 
     def _new_infos(self, groups: Iterable[dict[str, Any]]) -> list[ParameterInfo]:
@@ -183,7 +189,11 @@ class SwapOptimizer(torch.optim.Optimizer):
             meta_bytes = packed.numel // 8 + 4096
             if "master" in resident:
                 resident.add("master_low")
-        return GroupRequest(packed.key, records, frozenset(resident & set(records)), meta_bytes)
+        width = bucket.dtype.itemsize
+        touched = 2 * sum(spec.dtype.itemsize for spec in records.values()) + 3 * width
+        return GroupRequest(
+            packed.key, records, frozenset(resident & set(records)), meta_bytes, touched
+        )
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -209,7 +219,7 @@ class SwapOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with delayed_interrupt(), self._stats.step():
+        with delayed_interrupt(), self._runtime.step(self._num_steps + 1, self._stats.add_step):
             self._step()
         return loss
 
@@ -391,15 +401,18 @@ class SwapOptimizer(torch.optim.Optimizer):
     # -- reports and end ---------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction: bytes, seconds, steps; see docs for each name."""
-        numbers = self._runtime.swapper.stats()
-        plan = self._runtime.plan
-        numbers["host_bytes"] = plan.host_memory - plan.spare_bytes
-        if self._runtime.engine is not None:
-            engine = self._runtime.engine.stats()
-            numbers["read_seconds"] = engine.read_seconds
-            numbers["write_seconds"] = engine.write_seconds
-        return {**numbers, **self._stats.as_dict(), "num_steps": self._num_steps}
+        """Numbers since construction: bytes, seconds, shares; docs/stats.md explains each name."""
+        numbers = self._runtime.stats() | step_stats(self._runtime, self._stats)
+        return numbers | {"num_steps": self._num_steps}
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided at construction: residency, buffers, predicted bytes and seconds."""
+        return self._runtime.plan
+
+    def describe(self) -> str:
+        """Return a table for people: what lives where, bytes of a step, budget, prediction."""
+        return describe(self._runtime, self._layout)
 
     def synchronize(self) -> None:
         """Block until every write of state that was started is complete; raise its error."""
@@ -411,6 +424,9 @@ class SwapOptimizer(torch.optim.Optimizer):
         if self._closed or not self._ready or os.getpid() != self._pid:
             return
         self._closed = True
+        if self._runtime.tracer is not None:
+            name, counts = type(self).__name__, step_stats(self._runtime, self._stats)
+            self._runtime.describe_in_trace(**about_run(name, self._layout, counts))
         self._runtime.close()
 
     def __enter__(self) -> SwapOptimizer:

@@ -241,6 +241,15 @@ class Layout:
                 known.append(key)
         return new
 
+    def forget(self, groups: Sequence[PackedGroup], num_infos: int) -> None:
+        """Undo the last `add`: drop its sub-groups, and all parameters from `num_infos` on."""
+        for packed in groups:
+            del self.groups[packed.key]
+            self._by_bucket[packed.bucket].remove(packed.key)
+        for info in self.infos[num_infos:]:
+            del self._index[id(info.param)]
+        del self.infos[num_infos:]
+
     def spans(self, index: int) -> list[Span]:
         """The runs of parameter `index`, in ascending order of their offset in it."""
         found = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,6 +21,7 @@ from swapio.errors import ClosedError, ConfigError, SwapioError, SwapStateError
 from swapio.gradients import GradientFragments
 from swapio.store import Progress, SwapStore
 from swapio.subgroup import RecordBuffer, RecordSpec, SubGroup, SubGroupState, place
+from swapio.views import Chunk
 
 
 class SwapperStats:
@@ -44,9 +45,11 @@ class SwapperBase:
 
     Attributes:
         chunk_numel: Elements of a chunk of sub-groups added from now on; None: by `chunk_bytes`.
+        observe_chunks: Wraps the chunks of each view, given its key; for time lines.
     """
 
     chunk_numel: int | None = None
+    observe_chunks: Callable[[str, Iterator[Chunk]], Iterator[Chunk]] | None = None
 
     def __init__(
         self,
@@ -167,6 +170,16 @@ class SwapperBase:
         transaction.seal(self._meta.get(group.key, b"")).result()
 
     # -- counters and end
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of RAM that hold sub-groups, or chunks of them, which are not resident."""
+        return sum(buffer.lease.nbytes for buffer in self._buffers.values())
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes read from and written to storage so far, of transfers that are complete."""
+        return self._stats.read_bytes, self._stats.write_bytes
 
     def stats(self) -> dict[str, float]:
         """Counters since construction, the store's included."""

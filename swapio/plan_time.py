@@ -96,7 +96,7 @@ def predict(
         pipeline_write: Whether writes overlap the update.
     """
     read, write = _seconds(read_bytes, rates.read), _seconds(write_bytes, rates.write)
-    device = _device(rates, read_bytes, write_bytes)
+    device = device_seconds(rates, read_bytes, write_bytes)
     compute = _seconds(touched_bytes, rates.compute)
     hashed = read_bytes + write_bytes if checksum else 0
     hashing = _seconds(hashed, rates.checksum)
@@ -126,7 +126,8 @@ def _seconds(nbytes: int, rate: int | None) -> float | None:
     return None if rate is None else nbytes / rate
 
 
-def _device(rates: Rates, read_bytes: int, write_bytes: int) -> float | None:
+def device_seconds(rates: Rates, read_bytes: int, write_bytes: int) -> float | None:
+    """Return the least time in which the drives move these bytes; None where it is not known."""
     read, write = _seconds(read_bytes, rates.read), _seconds(write_bytes, rates.write)
     if read is None or write is None:
         return None

@@ -7,26 +7,34 @@ Invariant: what is opened is closed in reverse order, also when a later part can
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from swapio.aio import Engine
 from swapio.align import PAGE_BYTES, num_blocks, placed_bytes, round_up
 from swapio.buffers import BufferPool
+from swapio.checksum import measure_hash_rate
 from swapio.config import SwapConfig
 from swapio.config_values import format_size
 from swapio.errors import ConfigError
 from swapio.filestore import FileStore
 from swapio.pipeline import PipelinedSwapper
 from swapio.plan import Plan, PlanRequest, evaluate_plan, make_plan
+from swapio.plan_devices import known_rates
 from swapio.plan_forms import TIE_BYTES_PER_BLOCK, RecordSize, SubGroupSize
-from swapio.plan_request import must_stay, ram_bytes, small_bytes, tagged
+from swapio.plan_request import must_stay, ram_bytes, small_bytes, step_bytes, tagged
 from swapio.plan_staging import NO_STAGING, Staging, stagings
+from swapio.plan_time import Rates
+from swapio.runstats import runtime_stats
+from swapio.store import SwapStore
 from swapio.subgroup import RecordSpec, SubGroup
 from swapio.swapper import PartitionedSwapper
+from swapio.tracing import Tracer, trace_path
 
 # Virtual memory for streaming what is added after all fitted.
 _SPARE_STREAM_BYTES = 96 << 20
@@ -85,6 +93,7 @@ class SwapRuntime:
         swapper: The swapper, with all requested sub-groups registered and allocated.
         engine: The I/O engine; None with state in RAM.
         store: The file store; None with state in RAM.
+        tracer: Collects the time line under `trace`, else None.
 
     Raises:
         ConfigError: The budget is too small; the message gives the number that would do.
@@ -94,9 +103,12 @@ class SwapRuntime:
         self, config: SwapConfig, requests: Sequence[GroupRequest], *, workspace_bytes: int = 0
     ) -> None:
         self.config = config
+        self.tracer = None if config.trace is None else Tracer(trace_path(config.trace))
         self.engine: Engine | None = None
         self.store: FileStore | None = None
         self._stack = ExitStack()
+        self._began = time.perf_counter()
+        self._about: dict[str, Any] = {}
         self._extra_pools: list[BufferPool] = []
         with ExitStack() as stack:
             self._request = plan_request(config, requests, workspace_bytes)
@@ -237,9 +249,12 @@ class SwapRuntime:
         chunk_bytes = max(PAGE_BYTES, self._staging.buffer_bytes)
         writes_through = config.durability != "checkpoint"
         swapper: PartitionedSwapper
-        if self.store is None or config.swapper == "partitioned":
+        store: SwapStore | None = self.store
+        if store is not None and self.tracer is not None:
+            store = self.tracer.trace(store)
+        if store is None or config.swapper == "partitioned":
             swapper = PartitionedSwapper(
-                self.store,
+                store,
                 self._pool,
                 chunk_bytes=chunk_bytes,
                 min_swap_bytes=config.min_swap_bytes,
@@ -248,7 +263,7 @@ class SwapRuntime:
             )
         else:
             swapper = PipelinedSwapper(
-                self.store,
+                store,
                 self._pool,
                 stream_bytes=self._staging.nbytes,
                 pipeline_read=config.pipeline_read,
@@ -259,11 +274,72 @@ class SwapRuntime:
                 writes_through=writes_through,
             )
         swapper.chunk_numel = self._staging.chunk_numel or None
+        tracer = self.tracer
+        if tracer is not None:
+            swapper.observe_chunks = lambda key, chunks: tracer.items("update", key, chunks)
         return stack.enter_context(swapper)
 
+    def stats(self) -> dict[str, float]:
+        """Return the numbers of the run so far; docs/stats.md explains each."""
+        return runtime_stats(self, self._began)
+
+    def bytes_per_element(self, indices: Sequence[int]) -> tuple[float, float]:
+        """Bytes read and written for an element of these sub-groups in a step.
+
+        What the buffers keep from step to step is shared out evenly over all that is swapped.
+        """
+        resident, chosen, plan = set(self.plan.resident), set(indices), self.plan
+        moved, all_moved = [0, 0], [0, 0]
+        for index, group in enumerate(self._request.sub_groups):
+            read, written = step_bytes(group, index in resident, self._request)
+            all_moved = [all_moved[0] + read, all_moved[1] + written]
+            if index in chosen:
+                moved = [moved[0] + read, moved[1] + written]
+        numel = max(1, sum(self._request.sub_groups[index].numel for index in indices))
+        shares = [
+            planned / total if total else 0.0
+            for planned, total in zip((plan.read_bytes, plan.write_bytes), all_moved, strict=True)
+        ]
+        return moved[0] * shares[0] / numel, moved[1] * shares[1] / numel
+
+    @contextmanager
+    def step(self, number: int, count: Callable[[float, int, int], None]) -> Iterator[None]:
+        """Time a step: `count(seconds, bytes read, bytes written)`, and an event of the trace."""
+        read, written = self.swapper.moved_bytes
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            moved = self.swapper.moved_bytes
+            count(ended - began, moved[0] - read, moved[1] - written)
+            if self.tracer is not None:
+                self.tracer.add("step", f"step {number}", began, ended)
+
+    def describe_in_trace(self, **about: Any) -> None:
+        """Add what the caller knows of the run (JSON values) to the trace; kept until close."""
+        self._about.update(about)
+
     def close(self) -> None:
-        """Close swapper, store, engine and pool. Blocks until transfers in flight are done."""
+        """Close swapper, store, engine and pool. Blocks until transfers in flight are done.
+
+        Then the trace is written, if there is one.
+        """
+        tracer, self.tracer = self.tracer, None
+        about = {} if tracer is None else self._about_run()
         self._stack.close()
+        if tracer is not None:
+            tracer.close(about)
+
+    def _about_run(self) -> dict[str, Any]:
+        return {
+            "stats": self.stats(),
+            "plan": self.plan.to_dict(),
+            "config": self.config.to_dict(),
+            "engine": "" if self.engine is None else self.engine.kind,
+            "pid": os.getpid(),
+            "seconds": time.perf_counter() - self._began,
+        } | self._about
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -287,13 +363,25 @@ def plan_request(
     Without a path, host_memory="auto" has no limit: all state is in RAM because the user said so.
     """
     sizes = [request.size for request in requests]
-    more = {}
+    more: dict[str, Any] = {"rates": rates_of(config)}
     if not config.paths and config.host_memory == "auto":
         request = PlanRequest.from_config(config, sizes, host_memory=0)
         more["host_memory"] = workspace_bytes + sum(
             ram_bytes(size) + small_bytes(size, request) for size in sizes
         )
     return PlanRequest.from_config(config, sizes, workspace_bytes=workspace_bytes, **more)
+
+
+def rates_of(config: SwapConfig) -> Rates:
+    """Return what the configuration says of the drives, else what `swapio tune` found here."""
+    rates = Rates(
+        read=config.read_bandwidth, write=config.write_bandwidth, mixed=config.mixed_bandwidth
+    )
+    if rates.read is None and rates.write is None and config.paths:
+        rates = known_rates(config.paths) or rates
+    if rates.read is None or not config.checksum:
+        return rates
+    return dataclasses.replace(rates, checksum=measure_hash_rate())
 
 
 def staging_of(plan: Plan, request: PlanRequest) -> Staging:

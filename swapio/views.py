@@ -7,7 +7,7 @@ Invariant: a view or chunk never owns memory; it is valid until the next verb on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -88,6 +88,8 @@ class Chunk:
 class ViewOwner(Protocol):
     """The part of a swapper that its views need."""
 
+    observe_chunks: Callable[[str, Iterator[Chunk]], Iterator[Chunk]] | None
+
     def mark_dirty(self, key: str, records: Iterable[str] = ()) -> None: ...  # noqa: D102
     def swap_out(self, key: str) -> None: ...  # noqa: D102
     def whole(self, group: SubGroup) -> Sequence[RecordBuffer]: ...  # noqa: D102
@@ -117,7 +119,8 @@ class SubGroupView:
         All records must have the same numel. A chunk changed in place must be marked with
         `chunk.mark_dirty()`; it is valid until the next one is asked for.
         """
-        return self._owner.iterate(self.group)
+        chunks, observe = self._owner.iterate(self.group), self._owner.observe_chunks
+        return chunks if observe is None else observe(self.group.key, chunks)
 
     def mark_dirty(self, *records: str) -> None:
         """Say that records (default: all) were changed through `view[record]`."""

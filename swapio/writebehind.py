@@ -53,6 +53,11 @@ class WriteBehind(PartitionedSwapper):
         self._ending: set[str] = set()
         self._seals: dict[str, TransferHandle] = {}
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of RAM that hold sub-groups, or chunks of them, which are not resident."""
+        return super().cached_bytes + self._cache.used_bytes
+
     def _taint(self, item: Item, names: Iterable[str]) -> None:
         changed = set(names) & set(item.buffer.placements)
         if changed:

@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "policy": (
         *("residency", "plan", "plan_*", "subgroup", "views", "lifecycle", "access", "gradients"),
-        *("cache", "writebehind", "swapper", "pipeline", "runtime"),
+        *("cache", "writebehind", "swapper", "pipeline", "runtime", "runstats", "tracing"),
     ),
     "durability": ("checkpoint", "checkpoint.*"),
     "optim": ("optim", "optim.*"),
