@@ -91,7 +91,10 @@ class SwapOptimizer(torch.optim.Optimizer):
         kernels.set_threads(self.config.resolve_cpu_threads())
         new = self._layout.add(self._new_infos(self.param_groups), self.config.sub_group_numel)
         self._counts = np.zeros(len(self._layout.infos), np.int64)
-        self._runtime = SwapRuntime(self.config, [self._request(group) for group in new])
+        requests = [self._request(group) for group in new]
+        self._runtime = SwapRuntime(
+            self.config, requests, workspace_bytes=self.workspace_bytes(new)
+        )
         self._masters = Masters(self._layout, self._runtime.swapper, self.config.on_param_change)
         self._masters.remember(new)
         self.state = StateMapping(self)  # type: ignore[assignment]
@@ -110,6 +113,10 @@ class SwapOptimizer(torch.optim.Optimizer):
     def update_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the parameters of one chunk in place; False if nothing was changed."""
         raise NotImplementedError
+
+    def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
+        """Scratch memory of the rules for these sub-groups, which host_memory must cover too."""
+        return 0
 
     def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
         """Write a group's hyperparameters into a row of the kernels' table."""
