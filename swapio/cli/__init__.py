@@ -23,6 +23,7 @@ COMMANDS = {
     "tune": "tune",
     "plan": "plan",
     "config": "config_show",
+    "report": "report",
     "demo": "demo",
 }
 
