@@ -18,8 +18,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from swapio.config import SwapConfig
@@ -28,29 +26,20 @@ from swapio.optim import kernels
 from swapio.optim.context import StepContext
 from swapio.optim.gradients import collect, decide
 from swapio.optim.interrupt import delayed_interrupt
-from swapio.optim.layout import (
-    Bucket,
-    Layout,
-    MasterForm,
-    PackedGroup,
-    ParameterInfo,
-    check_parameter,
-    master_form,
-)
+from swapio.optim.layout import MasterForm, PackedGroup
 from swapio.optim.masters import Masters
+from swapio.optim.registration import Registration
 from swapio.optim.report import about_run, describe, step_stats
 from swapio.optim.state import StateMapping
 from swapio.optim.stepstats import StepStats
 from swapio.plan import Plan
-from swapio.residency import ResidencyRules
-from swapio.runtime import GroupRequest, SwapRuntime
-from swapio.subgroup import RecordSpec
+from swapio.runtime import SwapRuntime
 from swapio.views import Chunk
 
 SwapSetting = SwapConfig | dict[str, Any] | str | os.PathLike[str] | None
 
 
-class SwapOptimizer(torch.optim.Optimizer):
+class SwapOptimizer(Registration):
     """Base of all swapio optimizers; see AdamW for the arguments that users give.
 
     Args:
@@ -71,17 +60,13 @@ class SwapOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         nonfinite: str | None = None,
     ) -> None:
-        self._ready = False
+        self._begin_registration(SwapConfig.coerce(swap))
         self._closed = False
         self._pid = os.getpid()
-        self.config = SwapConfig.coerce(swap)
         self.max_grad_norm = _checked_norm(max_grad_norm)
         self.nonfinite = nonfinite or ("propagate" if max_grad_norm is None else "skip")
         if self.nonfinite not in ("propagate", "skip", "raise"):
             raise ConfigError(f"nonfinite={nonfinite!r} is none of 'propagate', 'skip', 'raise'")
-        self._layout = Layout()
-        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._rules = ResidencyRules(self.config.resident)
         self._stats = StepStats()
         self._num_steps = 0
         self.grad_norm: float | None = None
@@ -89,8 +74,7 @@ class SwapOptimizer(torch.optim.Optimizer):
         self.commit_payload = b""
         super().__init__(params, defaults)
         kernels.set_threads(self.config.resolve_cpu_threads())
-        new = self._layout.add(self._new_infos(self.param_groups), self.config.sub_group_numel)
-        self._counts = np.zeros(len(self._layout.infos), np.int64)
+        new = self._register_all()
         requests = [self._request(group) for group in new]
         self._runtime = SwapRuntime(
             self.config, requests, workspace_bytes=self.workspace_bytes(new)
@@ -101,14 +85,6 @@ class SwapOptimizer(torch.optim.Optimizer):
         self._ready = True
 
     # -- what a rule gives -------------------------------------------------------------------
-
-    def rule_of(self, group: dict[str, Any]) -> str:
-        """Name of the update rule of a param group; parameters of one rule are packed together."""
-        raise NotImplementedError
-
-    def state_records(self, rule: str) -> dict[str, torch.dtype]:
-        """State records that a rule keeps for each element, by torch's names."""
-        raise NotImplementedError
 
     def update_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the parameters of one chunk in place; False if nothing was changed."""
@@ -121,86 +97,6 @@ class SwapOptimizer(torch.optim.Optimizer):
     def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
         """Write a group's hyperparameters into a row of the kernels' table."""
         raise NotImplementedError
-
-    # -- construction ------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, also after steps were taken; its state goes where the config says."""
-        if self._ready:
-            self._check_open()
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self.check_group(group)
-            if self._ready:
-                self._grow(group)
-        except BaseException:
-            self.param_groups.pop()
-            raise
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Validate the hyperparameters and parameters of a group; raises ConfigError."""
-        seen: set[int] = set()
-        for position, param in enumerate(group["params"]):
-            name = _name_of(group, position, f"number {position} of its group")
-            if id(param) in seen:
-                raise ConfigError(f"parameter {name} is listed twice in one param group")
-            seen.add(id(param))
-            check_parameter(name, param)
-
-    def _grow(self, group: dict[str, Any]) -> None:
-        self._runtime.swapper.drain()
-        new = self._layout.add(self._new_infos([group]), self.config.sub_group_numel)
-        try:
-            self._runtime.add([self._request(packed) for packed in new])
-        except BaseException:
-            self._layout.forget(new, len(self._counts))
-            raise
-        added = len(self._layout.infos) - len(self._counts)
-        self._counts = np.concatenate([self._counts, np.zeros(added, np.int64)])
-        self._masters.remember(new)
-
-    def _new_infos(self, groups: Iterable[dict[str, Any]]) -> list[ParameterInfo]:
-        infos: list[ParameterInfo] = []
-        first = len(self._layout.infos)
-        for group in groups:
-            for position, param in enumerate(group["params"]):
-                index = first + len(infos)
-                name = _name_of(group, position, f"param.{index}")
-                infos.append(
-                    ParameterInfo(index, name, param, group, self._bucket(name, param, group))
-                )
-        return infos
-
-    def _bucket(self, name: str, param: torch.Tensor, group: dict[str, Any]) -> Bucket:
-        rule = self.rule_of(group)
-        form = master_form(self.config.master, name, param, split=True)
-        states = [*self.state_records(rule), "master"]
-        resident = self._rules.select(name, param, states)
-        return Bucket(rule, form, param.dtype, str(param.device), resident)
-
-    def _request(self, packed: PackedGroup) -> GroupRequest:
-        bucket = packed.bucket
-        records = {
-            name: RecordSpec((packed.numel,), dtype)
-            for name, dtype in self.state_records(bucket.rule).items()
-        }
-        resident = set(bucket.resident)
-        meta_bytes = 0
-        if bucket.form is MasterForm.SEPARATE:
-            records["master"] = RecordSpec(
-                (packed.numel,), torch.float32, Masters.filler(self._layout, packed)
-            )
-        elif bucket.form is MasterForm.SPLIT:
-            records["master_low"] = RecordSpec((packed.numel,), torch.int16)
-            meta_bytes = packed.numel // 8 + 4096
-            if "master" in resident:
-                resident.add("master_low")
-        width = bucket.dtype.itemsize
-        touched = 2 * sum(spec.dtype.itemsize for spec in records.values()) + 3 * width
-        return GroupRequest(
-            packed.key, records, frozenset(resident & set(records)), meta_bytes, touched
-        )
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -231,23 +127,33 @@ class SwapOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        infos = self._layout.infos
-        gradients = collect(infos)
+        if self._frozen:
+            self._thaw()
+        groups = self._group_index()
+        gradients = collect(self._table)
+        gradients.present &= groups >= 0
         decision = decide(
-            infos, gradients, max_grad_norm=self.max_grad_norm, nonfinite=self.nonfinite
+            self._table, gradients, max_grad_norm=self.max_grad_norm, nonfinite=self.nonfinite
         )
         self.grad_norm = decision.norm
         self.step_skipped = not decision.take
         if not decision.take:
             return
-        step = StepContext(self, infos, self._counts, gradients, decision.scale)
+        step = StepContext(self, groups, self._counts, gradients, decision.scale)
         self._masters.begin_step(step)
-        self._sweep(step)
+        try:
+            self._sweep(step)
+        except BaseException as error:
+            # Some sub-groups are a step ahead of the others, whatever the reason was.
+            self._runtime.swapper.fail(error)
+            raise
         self._counts = step.counts
-        changed = infos if gradients.complete else [infos[i] for i in step.indices]
-        torch.autograd.graph.increment_version([info.param for info in changed])
+        params = self._table.tensors
+        changed = params if gradients.complete else [params[i] for i in step.indices]
+        torch.autograd.graph.increment_version(changed)
         self._num_steps += 1
         self._runtime.swapper.commit(self._num_steps, self.commit_payload)
+        self._masters.warn()
 
     def _sweep(self, step: StepContext) -> None:
         """Stream the sub-groups through RAM; every second sweep runs backwards."""
@@ -274,7 +180,7 @@ class SwapOptimizer(torch.optim.Optimizer):
 
     def parameter_index(self, param: torch.Tensor) -> int:
         """Position of a parameter; raises KeyError if it is not one of this optimizer's."""
-        return self._layout.index_of(param)
+        return self._table.index_of(param)
 
     def state_names(self, index: int) -> tuple[str, ...]:
         """Names of a parameter's state: torch's, and `master` where there is one."""
@@ -350,10 +256,8 @@ class SwapOptimizer(torch.optim.Optimizer):
             count = len(group["params"])
             packed.append({**plain, "params": list(range(start, start + count))})
             start += count
-        state = {
-            position: self.state_of(param)
-            for position, param in enumerate(p for g in self.param_groups for p in g["params"])
-        }
+        listed = [param for group in self.param_groups for param in group["params"]]
+        state = {at: self.state_of(p) for at, p in enumerate(listed) if p in self.state}
         result: dict[str, Any] = {"state": state, "param_groups": packed}
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, result)
@@ -385,7 +289,8 @@ class SwapOptimizer(torch.optim.Optimizer):
             mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
             for param, key in zip(mine["params"], theirs["params"], strict=True):
                 entry = state_dict["state"].get(key, {})
-                self._load_entry(self.parameter_index(param), entry)
+                if param in self.state:  # a frozen parameter has no state
+                    self._load_entry(self.parameter_index(param), entry)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
@@ -454,8 +359,9 @@ class SwapOptimizer(torch.optim.Optimizer):
         failure = self._runtime.swapper.failure if self._ready else None
         if failure is not None and not failed_ok:
             raise SwapioError(
-                f"a transfer failed earlier ({failure}); parameters may be ahead of state: reload "
-                "from the last checkpoint, or recover() under durability 'step'"
+                f"a step failed earlier ({failure!r}); parameters and state may be of different "
+                "steps: close this optimizer and load the last checkpoint into a new one, or "
+                "recover() under durability 'step'"
             ) from failure
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -482,11 +388,6 @@ def _shaped(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if param.is_contiguous():
         return memory.view(param.shape)
     return torch.as_strided(memory, param.shape, param.stride())
-
-
-def _name_of(group: dict[str, Any], position: int, default: str) -> str:
-    names = group.get("param_names")
-    return str(names[position]) if names else default
 
 
 def _checked_norm(value: float | None) -> float | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from swapio.optim import kernels
 from swapio.optim.gradients import Gradients
-from swapio.optim.layout import PackedGroup, ParameterInfo
+from swapio.optim.layout import PackedGroup
 
 
 class HyperSource(Protocol):
@@ -30,14 +30,13 @@ class StepContext:
         gradients: Addresses of this step's gradients.
         scale: Factor for every gradient.
         counts: Step count of each parameter, this step included.
-        indices: Parameters that have a gradient.
         param_address: Address of each parameter's first element (uint64).
     """
 
     def __init__(
         self,
         source: HyperSource,
-        infos: Sequence[ParameterInfo],
+        groups: npt.NDArray[np.int64],
         counts: npt.NDArray[np.int64],
         gradients: Gradients,
         scale: float,
@@ -45,21 +44,24 @@ class StepContext:
         self.gradients = gradients
         self.scale = scale
         self.counts = counts + gradients.present
-        self.indices = np.flatnonzero(gradients.present)
-        self.param_address = np.fromiter(
-            (info.param.data_ptr() for info in infos), np.uint64, len(infos)
-        )
-        self.hyper_index, self.hypers = self._hyper_table(source, infos)
+        self.param_address = gradients.parameters
+        self.hyper_index, self.hypers = self._hyper_table(source, groups)
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Parameters that have a gradient."""
+        return np.flatnonzero(self.gradients.present)
 
     def _hyper_table(
-        self, source: HyperSource, infos: Sequence[ParameterInfo]
+        self, source: HyperSource, groups: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
         """One row for each distinct (param group, step count) among the stepped parameters."""
-        group_of = {id(group): at for at, group in enumerate(source.param_groups)}
-        groups = np.fromiter((group_of[id(info.group)] for info in infos), np.int64, len(infos))
         # A parameter that has no gradient and was never stepped shares the row of step 1.
         pairs = groups << 48 | np.maximum(self.counts, 1)
-        distinct, inverse = np.unique(pairs, return_inverse=True)
+        if len(pairs) and (pairs == pairs[0]).all():
+            distinct, inverse = pairs[:1], np.zeros(len(pairs), np.int32)
+        else:
+            distinct, inverse = np.unique(pairs, return_inverse=True)
         rows = np.zeros(len(distinct), kernels.HYPER_DTYPE)
         for row, pair in zip(rows, distinct, strict=True):
             group = source.param_groups[int(pair) >> 48]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
+from operator import attrgetter, eq, is_not
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,11 @@ import torch
 from swapio.errors import ConfigError, SwapioError
 from swapio.optim import kernels
 from swapio.optim.layout import ParameterInfo
+from swapio.optim.parameters import Addresses, ParameterTable
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_grad, _shape, _dtype, _layout = map(attrgetter, ("grad", "shape", "dtype", "layout"))
 
 
 @dataclass
@@ -25,6 +32,7 @@ class Gradients:
     """The gradients of one step, as addresses.
 
     Attributes:
+        parameters: Address of each parameter (uint64).
         address: Address of each parameter's gradient; 0 where there is none (uint64).
         present: Which parameters have one (bool).
         dtypes: Dtype of each gradient that is not of the common dtype, by parameter index.
@@ -32,7 +40,8 @@ class Gradients:
         keep: Copies that must outlive the step.
     """
 
-    address: npt.NDArray[np.uint64]
+    parameters: Addresses
+    address: Addresses
     present: npt.NDArray[np.bool_]
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     dtype: torch.dtype | None = None
@@ -52,43 +61,52 @@ class Decision(NamedTuple):
     norm: float | None
 
 
-def collect(infos: Sequence[ParameterInfo]) -> Gradients:
-    """Gather `p.grad` of all parameters.
+def collect(table: ParameterTable) -> Gradients:
+    """Gather `p.grad` of all parameters; looks at the parameters too (see ParameterTable).
 
     Raises:
-        ConfigError: A gradient is sparse, or of another shape or device than its parameter.
+        ConfigError: A gradient is sparse, or of another shape or device than its parameter; or a
+            parameter was replaced by something that its state does not fit.
     """
-    grads = [info.param.grad for info in infos]
+    parameters = table.refresh()
+    grads = list(map(_grad, table.tensors))
     count = len(grads)
-    found = [grad for grad in grads if grad is not None]
-    if not found:
-        return Gradients(np.zeros(count, np.uint64), np.zeros(count, bool))
-    result = Gradients(np.zeros(count, np.uint64), np.ones(count, bool), dtype=found[0].dtype)
-    if len(found) == count and _plain(infos, found):
-        addresses = [grad.data_ptr() for grad in found]
-        result.address[:] = addresses
-        return result
+    address = _plain(table, grads)
+    if address is not None:
+        present = np.ones(count, bool)
+        return Gradients(parameters, address, present, dtype=grads[0].dtype if grads else None)
+    table.verify()
+    result = Gradients(parameters, np.zeros(count, np.uint64), np.zeros(count, bool))
     for index, grad in enumerate(grads):
         if grad is None:
-            result.present[index] = False
             continue
-        grad = _suitable(infos[index], grad, result.keep)
+        result.present[index] = True
+        grad = _suitable(table.infos[index], grad, result.keep)
         result.address[index] = grad.data_ptr()
+        if result.dtype is None:
+            result.dtype = grad.dtype
         if grad.dtype is not result.dtype:
             result.dtypes[index] = grad.dtype
     return result
 
 
-def _plain(infos: Sequence[ParameterInfo], grads: Sequence[torch.Tensor]) -> bool:
-    """The common case, asked in bulk: one dtype, dense, same shape, everything contiguous."""
-    strided = torch.strided
-    return (
-        len({grad.dtype for grad in grads}) == 1
-        and all(grad.layout is strided and grad.is_contiguous() for grad in grads)
-        and all(info.param.is_contiguous() for info in infos)
-        and all(info.param.shape == g.shape for info, g in zip(infos, grads, strict=True))
-        and all(not grad.is_cuda for grad in grads)
-    )
+def _plain(table: ParameterTable, grads: Sequence[torch.Tensor | None]) -> Addresses | None:
+    """Addresses in the common case: all there, of one dtype, contiguous, of the right shape.
+
+    No loop in Python: a model may have a hundred thousand parameters.
+    """
+    if not table.is_contiguous or not all(map(is_not, grads, repeat(None))):
+        return None
+    found = cast("Sequence[torch.Tensor]", grads)
+    if len(set(map(_layout, found))) > 1 or (found and found[0].layout is not torch.strided):
+        return None
+    if len(set(map(_dtype, found))) > 1 or (found and found[0].dtype not in _DTYPES):
+        return None
+    if not all(map(torch.Tensor.is_contiguous, found)):
+        return None
+    if not all(map(eq, map(_shape, found), table.shapes)):
+        return None
+    return np.fromiter(map(torch.Tensor.data_ptr, found), np.uint64, len(found))
 
 
 def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor]) -> torch.Tensor:
@@ -97,19 +115,23 @@ def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor])
     if grad.layout is not torch.strided:
         raise ConfigError(
             f"the gradient of {info.name} is {grad.layout}; swapio steps dense gradients only "
-            "(for an embedding pass sparse=False)"
+            "(for an embedding pass sparse=False). Nothing was stepped"
         )
     if grad.shape != param.shape:
         raise ConfigError(
             f"the gradient of {info.name} has shape {tuple(grad.shape)}, the parameter "
-            f"{tuple(param.shape)}"
+            f"{tuple(param.shape)}. Nothing was stepped"
         )
     if grad.device != param.device:
         raise ConfigError(
-            f"the gradient of {info.name} is on {grad.device}, the parameter on {param.device}"
+            f"the gradient of {info.name} is on {grad.device}, the parameter on {param.device}. "
+            "Nothing was stepped"
         )
-    if grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"the gradient of {info.name} has dtype {grad.dtype}, without a kernel")
+    if grad.dtype not in _DTYPES:
+        raise ConfigError(
+            f"the gradient of {info.name} has dtype {grad.dtype}; there are kernels for "
+            f"{', '.join(map(str, _DTYPES))}. Nothing was stepped"
+        )
     if grad.stride() == param.stride() or grad.numel() == 0:
         return grad
     copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype)
@@ -119,7 +141,7 @@ def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor])
 
 
 def decide(
-    infos: Sequence[ParameterInfo],
+    table: ParameterTable,
     gradients: Gradients,
     *,
     max_grad_norm: float | None,
@@ -134,27 +156,38 @@ def decide(
     """
     if gradients.dtype is None or (max_grad_norm is None and nonfinite == "propagate"):
         return Decision(True, 1.0, None)
-    indices = [int(i) for i in np.flatnonzero(gradients.present)]
-    numels = np.fromiter((infos[i].param.numel() for i in indices), np.int64, len(indices))
-    total = 0.0
-    for dtype in {gradients.dtype, *gradients.dtypes.values()}:
-        chosen = np.array(
-            [gradients.dtypes.get(i, gradients.dtype) is dtype for i in indices], dtype=bool
-        )
-        square_sum, _ = kernels.grad_stats_spans(
-            gradients.address[np.array(indices)[chosen]], numels[chosen], dtype
-        )
-        total += square_sum
+    total = square_sum(table, gradients)
     norm = float(np.sqrt(total))
     if not np.isfinite(total):
         if nonfinite == "raise":
-            raise SwapioError(f"inf or nan in the gradient of {_first_nonfinite(infos)}")
+            raise SwapioError(
+                f"inf or nan in the gradient of {_first_nonfinite(table.infos)}. Nothing was "
+                "stepped (nonfinite='raise'; 'skip' leaves such steps out)"
+            )
         if nonfinite == "skip":
             return Decision(False, 1.0, norm)
     scale = 1.0
     if max_grad_norm is not None:
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
     return Decision(True, scale, norm)
+
+
+def square_sum(table: ParameterTable, gradients: Gradients) -> float:
+    """Sum of the squares of all gradients, in float64; not finite if one of them is not."""
+    common = gradients.dtype
+    if common is None:
+        return 0.0
+    total, others = 0.0, gradients.dtypes
+    for dtype in dict.fromkeys([common, *others.values()]):
+        chosen = gradients.present.copy()
+        if dtype is common:
+            chosen[list(others)] = False
+        else:
+            chosen[:] = False
+            chosen[[index for index, other in others.items() if other is dtype]] = True
+        value, _ = kernels.grad_stats_spans(gradients.address[chosen], table.numels[chosen], dtype)
+        total += value
+    return total
 
 
 def _first_nonfinite(infos: Sequence[ParameterInfo]) -> str:

@@ -15,7 +15,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,17 +54,21 @@ class ParameterInfo:
 
     Attributes:
         index: Position over all param groups, in the order in which they were added.
-        name: The user's name for it, or "param.<index>"; stable over runs, used in checkpoints.
+        given_name: The user's name for it, or its position among all that were listed.
         param: The tensor itself.
-        group: Its param group, the very dict in `param_groups`.
         bucket: What it may be packed with.
     """
 
     index: int
-    name: str
+    given_name: str | int
     param: torch.Tensor
-    group: dict[str, Any]
     bucket: Bucket
+
+    @property
+    def name(self) -> str:
+        """A name that is stable over runs and used in checkpoints."""
+        name = self.given_name
+        return name if isinstance(name, str) else f"param.{name}"
 
     @property
     def form(self) -> MasterForm:
@@ -216,18 +220,12 @@ class Layout:
         self.infos: list[ParameterInfo] = []
         self.groups: dict[str, PackedGroup] = {}
         self._by_bucket: dict[Bucket, list[str]] = {}
-        self._index: dict[int, int] = {}
-
-    def index_of(self, param: torch.Tensor) -> int:
-        """Position of a parameter; KeyError if it is not one of this optimizer's."""
-        return self._index[id(param)]
 
     def add(self, infos: Sequence[ParameterInfo], sub_group_numel: int) -> list[PackedGroup]:
         """Pack new parameters into new sub-groups and return those."""
         buckets: dict[Bucket, list[ParameterInfo]] = {}
         for info in infos:
             self.infos.append(info)
-            self._index[id(info.param)] = info.index
             buckets.setdefault(info.bucket, []).append(info)
         new: list[PackedGroup] = []
         for bucket, members in buckets.items():
@@ -246,8 +244,6 @@ class Layout:
         for packed in groups:
             del self.groups[packed.key]
             self._by_bucket[packed.bucket].remove(packed.key)
-        for info in self.infos[num_infos:]:
-            del self._index[id(info.param)]
         del self.infos[num_infos:]
 
     def spans(self, index: int) -> list[Span]:

@@ -43,6 +43,7 @@ class Masters:
         self._swapper = swapper
         self._on_change = on_param_change
         self._ties: dict[str, npt.NDArray[np.uint32]] = {}
+        self._foreign: str | None = None
         self._warned = False
 
     @staticmethod
@@ -91,15 +92,19 @@ class Masters:
         changed = self._changed(packed, rows, step)
         if not len(changed):
             return
-        if not self._warned:
+        if self._foreign is None:
+            self._foreign = self._layout.infos[packed.units.param[changed[0]]].name
+        self._resync(packed, chunk, changed)
+
+    def warn(self) -> None:
+        """Say once that a parameter was resynced. After the step: a warning may be an exception."""
+        if self._foreign is not None and not self._warned:
             self._warned = True
-            name = self._layout.infos[packed.units.param[changed[0]]].name
             warnings.warn(
-                f"parameter {name} was changed outside the optimizer; its master weights are "
-                "taken from it (on_param_change='resync'; said once)",
+                f"parameter {self._foreign} was changed outside the optimizer; its master weights "
+                "are taken from it (on_param_change='resync'; said once)",
                 stacklevel=2,
             )
-        self._resync(packed, chunk, changed)
 
     def publish(self, packed: PackedGroup, rows: Rows, step: StepContext) -> None:
         """Remember what the parameters are after their update."""
@@ -196,12 +201,15 @@ class Masters:
         self._swapper.write(key, "master_low", low, start=position)
 
     def _rehash(self, index: int) -> None:
-        addresses = self._addresses()
+        start = self._layout.infos[index].param.data_ptr()
         for span in self._layout.spans(index):
             packed = self._layout.groups[span.key]
-            rows = np.flatnonzero(packed.units.param == index)
-            packed.units.digest[rows] = self._hash(packed, rows, addresses)
-            packed.units.known[rows] = True
+            units = packed.units
+            lo, hi = np.searchsorted(units.param, (index, index + 1))
+            width = packed.bucket.dtype.itemsize
+            starts = np.uint64(start) + (units.offset[lo:hi] * width).astype(np.uint64)
+            units.digest[lo:hi] = kernels.hash_spans(starts, units.numel[lo:hi] * width)
+            units.known[lo:hi] = True
 
     # -- digests -----------------------------------------------------------------------------
 

@@ -40,9 +40,10 @@ class RecordAccess(SwapperBase):
                 record, in its logical shape if `start` is 0.
             start: First element.
 
-        Blocks. Raises ConfigError for an unknown record, ValueError for a wrong `out`.
+        Blocks. Works on a FAILED swapper for what is still whole. Raises ConfigError for an
+        unknown record, ValueError for a wrong `out`.
         """
-        group = self._group(key)
+        group = self._group(key, failed_ok=True)
         spec = self._spec(group, record)
         if out is None:
             out = torch.empty(spec.numel - start, dtype=spec.dtype)

@@ -240,27 +240,34 @@ class SwapperBase:
 
     # -- checks ------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Make the swapper FAILED: every verb but `read`, `stats` and `close` raises from now on.
+
+        For a caller whose update of some sub-groups was cut short. The first error stays.
+        """
         if self._failure is None:
             self._failure = error
+
+    def _fail(self, error: BaseException) -> None:
+        self.fail(error)
 
     @property
     def failure(self) -> BaseException | None:
         """The first error that made the swapper FAILED, or None."""
         return self._failure
 
-    def _check(self) -> None:
+    def _check(self, *, failed_ok: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:
             where = "is closed" if self._closed else "belongs to the parent of this forked process"
             raise ClosedError(f"this swapper {where}; create a new one")
-        if self._failure is not None:
+        if self._failure is not None and not failed_ok:
             raise SwapioError(
                 "the swapper failed earlier and its state in RAM may be ahead of storage; the "
-                f"first error was: {self._failure}"
+                f"first error was: {self._failure!r}"
             ) from self._failure
 
-    def _group(self, key: str) -> SubGroup:
-        self._check()
+    def _group(self, key: str, *, failed_ok: bool = False) -> SubGroup:
+        self._check(failed_ok=failed_ok)
         try:
             return self._groups[key]
         except KeyError:

@@ -469,6 +469,10 @@ class PipelinedSwapper(WriteBehind):
             return held
         index = element // group.chunk_numel if group.num_chunks > 1 else 0
         item = self._cache.get((group.key, index))
+        if self._failure is not None:
+            # Nothing is started any more: what is in RAM is the truth, else storage is.
+            known = item is not None and item.state is not ItemState.READING
+            return item.buffer if item is not None and known else None
         if item is None:
             self._fence(group.key)
             return None
