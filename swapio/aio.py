@@ -63,6 +63,7 @@ OP_FSYNC: Final = 2
 OP_FDATASYNC: Final = 3
 
 EngineKind = Literal["auto", "io_uring", "threads"]
+RunningKind = Literal["io_uring", "threads"]
 DirectMode = Literal["auto", "required", "off"]
 FallbackMode = Literal["log", "error"]
 
@@ -170,7 +171,7 @@ class Engine:
         self._finalizer = weakref.finalize(self, self._handle.orphan)
         self._finalizer.atexit = False
 
-    def _create(self, kind: EngineKind) -> tuple[Any, str, str]:
+    def _create(self, kind: EngineKind) -> tuple[Any, RunningKind, str]:
         if kind == "threads":
             return self._create_native(lib.SWAPIO_KIND_THREADS), "threads", "asked for"
         works, reason = probe_io_uring()

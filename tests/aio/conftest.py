@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from swapio import _aio_probe
-from swapio.aio import Engine, File, probe_io_uring
+from swapio.aio import DirectMode, Engine, EngineKind, File, probe_io_uring
 
 URING_WORKS, URING_REASON = probe_io_uring()
 KINDS = [
@@ -21,13 +22,13 @@ KINDS = [
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+def kind(request: pytest.FixtureRequest) -> EngineKind:
+    return cast(EngineKind, request.param)
 
 
 @pytest.fixture(params=["auto", "off"], ids=["direct", "buffered"])
-def direct(request: pytest.FixtureRequest) -> str:
-    return request.param
+def direct(request: pytest.FixtureRequest) -> DirectMode:
+    return cast(DirectMode, request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +37,14 @@ def _forget_logged_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine(kind: str, direct: str) -> Iterator[Engine]:
+def engine(kind: EngineKind, direct: DirectMode) -> Iterator[Engine]:
     with Engine(kind, direct=direct, queue_depth=8, block_size=64 << 10, num_threads=4) as made:
         yield made
 
 
 @pytest.fixture
 def make_file(engine: Engine, tmp_path: Path) -> Callable[..., File]:
-    def make(name: str = "data", **options: object) -> File:
+    def make(name: str = "data", **options: Any) -> File:
         return engine.open(tmp_path / name, create=True, **options)
 
     return make

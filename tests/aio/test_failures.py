@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from support.script import run_script
 from support.storage import small_disk
 from swapio import _aio_file
 from swapio._aio_probe import DirectAlignment
-from swapio.aio import OP_READ, OP_WRITE, Engine, File, RawBuffer, Request
+from swapio.aio import OP_READ, OP_WRITE, DirectMode, Engine, EngineKind, File, RawBuffer, Request
 from swapio.errors import AioError, ClosedError, ConfigError, StoreLockedError
 
 MakeFile = Callable[..., File]
@@ -86,7 +87,7 @@ with Engine(sys.argv[2], direct=sys.argv[3]) as engine:
 """
 
 
-def test_file_size_limit(kind: str, direct: str, tmp_path: Path) -> None:
+def test_file_size_limit(kind: EngineKind, direct: DirectMode, tmp_path: Path) -> None:
     done = run_script(FSIZE, tmp_path / "data", kind, direct)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{errno.EFBIG} {MIB - 4096} ")
@@ -114,7 +115,10 @@ def test_one_failure_of_a_batch(engine: Engine, make_file: MakeFile) -> None:
 
 
 def test_direct_io_refused_at_first_use(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: EngineKind,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """fuse-overlayfs#168: O_DIRECT is accepted at open and refused by the first transfer.
 
@@ -162,14 +166,14 @@ def test_writing_to_a_read_only_file(engine: Engine, tmp_path: Path) -> None:
         assert engine.pread(file, bytearray(8192)).result() == 8192
 
 
-def test_malformed_requests(engine: Engine, make_file: MakeFile, kind: str) -> None:
+def test_malformed_requests(engine: Engine, make_file: MakeFile, kind: EngineKind) -> None:
     with make_file() as file:
         for request in (
             Request(OP_READ, file, -1, 5, 0),
             Request(OP_READ, file, 4096, -5, 0),
             Request(OP_READ, file, 4096, 5, -1),
-            Request("read", file, 4096, 5, 0),
-            Request(OP_READ, None, 4096, 5, 0),
+            Request(cast(Any, "read"), file, 4096, 5, 0),
+            Request(OP_READ, cast(Any, None), 4096, 5, 0),
         ):
             with pytest.raises(ConfigError):
                 engine.submit([request])
@@ -240,7 +244,7 @@ def test_waiting_with_a_limit(engine: Engine, make_file: MakeFile) -> None:
     [{"kind": "libaio"}, {"queue_depth": 0}, {"block_size": 1000}, {"block_size": 2 << 30},
      {"num_threads": True}, {"direct": True}, {"on_fallback": "ignore"}],
 )  # fmt: skip
-def test_settings_are_checked(options: dict[str, object]) -> None:
+def test_settings_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Engine(**options)
 

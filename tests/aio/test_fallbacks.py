@@ -14,7 +14,7 @@ import pytest
 from support.script import denied, memlock, run_script
 from support.storage import disk_with_4k_sectors, without_direct_io
 from swapio._aio import lib
-from swapio.aio import Engine, filesystem_of, probe_io_uring
+from swapio.aio import Engine, EngineKind, filesystem_of, probe_io_uring
 from swapio.errors import AioError
 
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def ramfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.root
 def test_direct_io_refused_at_open(
-    kind: str, ramfs: Path, caplog: pytest.LogCaptureFixture
+    kind: EngineKind, ramfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """kvikio#126 and kin: refused by the file system of this folder, not by the machine."""
     source = np.random.default_rng(2).integers(0, 256, 3 * MIB + 5, dtype=np.uint8)
@@ -159,7 +159,7 @@ def sectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.root
 @pytest.mark.parametrize("nbytes", [1, 512, 2048, 4096, 5000, MIB + 512, 3 * MIB + 904])
 def test_device_that_only_takes_4k(
-    kind: str, sectors: Path, nbytes: int, caplog: pytest.LogCaptureFixture
+    kind: EngineKind, sectors: Path, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
     with Engine(kind) as engine, engine.open(sectors / f"{kind}-{nbytes}", create=True) as file:
@@ -193,10 +193,10 @@ def resident_bytes(path: Path) -> int:
     code = libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages)
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     assert code == 0
-    return 4096 * int((np.frombuffer(pages, dtype=np.uint8) & 1).sum())
+    return 4096 * int((np.frombuffer(bytes(pages), dtype=np.uint8) & 1).sum())
 
 
-def cached_bytes_max(kind: str, path: Path, nbytes: int) -> int:
+def cached_bytes_max(kind: EngineKind, path: Path, nbytes: int) -> int:
     memory = np.ones(64 * MIB, dtype=np.uint8)
     cached = 0
     with Engine(kind, direct="off") as engine, engine.open(path, create=True, size=nbytes) as file:
@@ -207,13 +207,15 @@ def cached_bytes_max(kind: str, path: Path, nbytes: int) -> int:
     return cached
 
 
-def test_buffered_files_keep_the_page_cache_small(kind: str, tmp_path: Path) -> None:
+def test_buffered_files_keep_the_page_cache_small(kind: EngineKind, tmp_path: Path) -> None:
     """zenfs#147 and kin: the fall-back filled the page cache until the container was killed."""
     assert cached_bytes_max(kind, tmp_path / "data", 512 * MIB) < 256 * MIB
 
 
 @pytest.mark.slow
-def test_buffered_files_keep_the_page_cache_small_for_long(kind: str, tmp_path: Path) -> None:
+def test_buffered_files_keep_the_page_cache_small_for_long(
+    kind: EngineKind, tmp_path: Path
+) -> None:
     assert cached_bytes_max(kind, tmp_path / "data", 4096 * MIB) < 256 * MIB
 
 

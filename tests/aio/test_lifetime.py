@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from support.script import run_script
-from swapio.aio import Engine, File, IOFuture
+from swapio.aio import Engine, EngineKind, File, IOFuture
 from swapio.errors import ClosedError
 
 MakeFile = Callable[..., File]
@@ -116,7 +116,7 @@ def test_python_runs_while_transfers_are_waited_for(engine: Engine, make_file: M
         thread.join()
 
 
-def test_idle_engine_uses_no_cpu(kind: str, tmp_path: Path) -> None:
+def test_idle_engine_uses_no_cpu(kind: EngineKind, tmp_path: Path) -> None:
     """liburing#2 and kin: a polling thread burns a core."""
     with Engine(kind) as engine, engine.open(tmp_path / "data", create=True) as file:
         engine.pwrite(file, b"x" * MIB).result()
@@ -126,7 +126,7 @@ def test_idle_engine_uses_no_cpu(kind: str, tmp_path: Path) -> None:
         assert time.process_time() - start < 0.025
 
 
-def test_far_more_requests_than_the_queue_has(kind: str, tmp_path: Path) -> None:
+def test_far_more_requests_than_the_queue_has(kind: EngineKind, tmp_path: Path) -> None:
     """tokio io-uring#302 and kin: the completion queue overflowed and completions were lost."""
     memory = np.zeros(4096 * 16, dtype=np.uint8)
     with (
@@ -143,7 +143,7 @@ def test_far_more_requests_than_the_queue_has(kind: str, tmp_path: Path) -> None
         assert len(os.listdir("/proc/self/fd")) == num_open  # noqa: PTH208
 
 
-def test_many_engines(kind: str, tmp_path: Path) -> None:
+def test_many_engines(kind: EngineKind, tmp_path: Path) -> None:
     """liburing#35 and kin: rings add up, and their memory is accounted for late."""
     for _ in range(500):
         Engine(kind, queue_depth=4, num_threads=2).close()
@@ -161,7 +161,7 @@ def test_many_engines(kind: str, tmp_path: Path) -> None:
         engine.close()
 
 
-def test_dropped_engines_and_files_are_swept(kind: str, tmp_path: Path) -> None:
+def test_dropped_engines_and_files_are_swept(kind: EngineKind, tmp_path: Path) -> None:
     def use_and_drop() -> None:
         engine = Engine(kind)
         file = engine.open(tmp_path / "data", create=True, lock=True)
@@ -247,12 +247,12 @@ print(future.result(), status)
 """
 
 
-def test_child_that_exits_normally(kind: str, tmp_path: Path) -> None:
+def test_child_that_exits_normally(kind: EngineKind, tmp_path: Path) -> None:
     done = run_script(CHILD_EXITS, tmp_path / "data", kind)
     assert (done.returncode, done.stdout.strip()) == (0, f"{32 * MIB} 0"), done.stderr
 
 
-class _Dataset(torch.utils.data.Dataset):
+class _Dataset(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 12
 
@@ -262,7 +262,7 @@ class _Dataset(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_data_loader_workers(kind: str, tmp_path: Path, method: str) -> None:
+def test_data_loader_workers(kind: EngineKind, tmp_path: Path, method: str) -> None:
     with Engine(kind) as engine, engine.open(tmp_path / "data", create=True) as file:
         loader = torch.utils.data.DataLoader(
             _Dataset(), batch_size=4, num_workers=2, multiprocessing_context=method
@@ -298,7 +298,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_exit_with_transfers_in_flight(kind: str, tmp_path: Path, ending: str) -> None:
+def test_exit_with_transfers_in_flight(kind: EngineKind, tmp_path: Path, ending: str) -> None:
     """spdl#1591 and kin: the interpreter hung at exit, or crashed."""
     source, code = ENDINGS[ending]
     start = time.monotonic()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swapio.aio import OP_READ, OP_WRITE, Engine, File, Request
+from swapio.aio import OP_READ, OP_WRITE, Engine, EngineKind, File, Request
 from swapio.errors import ConfigError
 
 MakeFile = Callable[..., File]
@@ -161,7 +161,9 @@ def test_buffers_that_cannot_be_read_into(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [2**31 + PAGE + 4, 2**32 + 8])
-def test_transfers_above_the_limit_of_one_call(kind: str, tmp_path: Path, nbytes: int) -> None:
+def test_transfers_above_the_limit_of_one_call(
+    kind: EngineKind, tmp_path: Path, nbytes: int
+) -> None:
     """libwolv#45 and kin: one read or write moves at most 0x7ffff000 bytes.
 
     The arithmetic alone is tested with a fake kernel, in csrc/aio/tests/core_test.cpp.
