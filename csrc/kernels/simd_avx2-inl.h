@@ -93,12 +93,14 @@ SWAPIO_INLINE I load_u16(const uint16_t* p) {
 SWAPIO_INLINE I load_i16(const int16_t* p) {
   return {_mm256_cvtepi16_epi32(load_8x16(p)), _mm256_cvtepi16_epi32(load_8x16(p + 8))};
 }
-SWAPIO_INLINE void store_u16(uint16_t* p, I x) {
+SWAPIO_INLINE __m256i pack_u16(I x) {
   const __m256i mask = _mm256_set1_epi32(0xffff);  // the pack saturates, so cut to 16 bits first
   const __m256i packed =
       _mm256_packus_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm256_permute4x64_epi64(packed, 0xd8));  // undo the pack's lane order
+  return _mm256_permute4x64_epi64(packed, 0xd8);  // undo the pack's lane order
+}
+SWAPIO_INLINE void store_u16(uint16_t* p, I x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack_u16(x));
 }
 SWAPIO_INLINE F load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(load_8x16(p)), _mm256_cvtph_ps(load_8x16(p + 8))};
@@ -108,6 +110,17 @@ SWAPIO_INLINE void store_f16(uint16_t* p, F x) {
   _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+// Past the caches, for arrays that are only written: p is a multiple of 32 bytes.
+SWAPIO_INLINE void stream_u16(uint16_t* p, I x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), pack_u16(x));
+}
+SWAPIO_INLINE void stream_f16(uint16_t* p, F x) {
+  __m128i* q = reinterpret_cast<__m128i*>(p);
+  _mm_stream_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_stream_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SWAPIO_INLINE void end_streams() { _mm_sfence(); }
 
 SWAPIO_INLINE void prefetch_read(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);

@@ -69,6 +69,16 @@ SWAPIO_INLINE void store_f16(uint16_t* p, F x) {
                       _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+// Past the caches, for arrays that are only written: p is a multiple of 32 bytes.
+SWAPIO_INLINE void stream_u16(uint16_t* p, I x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+}
+SWAPIO_INLINE void stream_f16(uint16_t* p, F x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SWAPIO_INLINE void end_streams() { _mm_sfence(); }
+
 SWAPIO_INLINE void prefetch_read(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

@@ -104,6 +104,10 @@ SWAPIO_INLINE void store_f16(uint16_t* p, F x) {
   *p = static_cast<uint16_t>(sign | h);
 }
 
+SWAPIO_INLINE void stream_u16(uint16_t* p, I x) { store_u16(p, x); }
+SWAPIO_INLINE void stream_f16(uint16_t* p, F x) { store_f16(p, x); }
+SWAPIO_INLINE void end_streams() {}
+
 SWAPIO_INLINE void prefetch_read(const void*) {}
 SWAPIO_INLINE void prefetch_write(const void*) {}
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The body of every ISA object: define SWAPIO_ISA, include the simd header, then this.
 #ifndef SWAPIO_PREFETCH_NUMEL
-#define SWAPIO_PREFETCH_NUMEL 256
+#define SWAPIO_PREFETCH_NUMEL 512
 #endif
 
 // Each needs the one before.

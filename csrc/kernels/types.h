@@ -48,6 +48,7 @@ struct AdamConstants {
   int use_l2;
   int out;         // Out
   int stochastic;  // masterless bf16 only
+  int streams;     // write `out` past the caches where its alignment allows
 };
 
 // A contiguous run of elements. The `_to` pointers equal their sources when the step is in place.
