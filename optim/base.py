@@ -170,6 +170,8 @@ class SwapOptimizer(Registration):
                         changed = self.update_chunk(packed, chunk, step)
                     if changed:
                         chunk.mark_dirty()
+        # What has room in the buffers is read during the next forward and backward.
+        swapper.set_order(keys[::-1])
 
     # -- state -------------------------------------------------------------------------------
 
