@@ -82,7 +82,7 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
         if key not in tables and key not in ("machine", "bench") and not isinstance(value, dict)
     }
     box = result.get("machine", {})
-    lines = [f"### {name.capitalize()}", ""]
+    lines = [f"### {name.replace('_', ' ').capitalize()}", ""]
     facts = [f"{key.replace('_', ' ')} {cell(value)}" for key, value in plain.items()]
     where = f"{box.get('cpu')}, {box.get('cores')} cores, Linux {box.get('kernel')}"
     lines.append(f"{where}; {', '.join(facts)}. `benchmarks/bench_{name}.py`")

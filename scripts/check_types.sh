@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# mypy strict over swapio, swapio.optim and the tests. It runs against an installed wheel, from inside
-# tests/: an editable install's import hooks are invisible to mypy.
+# mypy strict over swapio, swapio.optim and the tests. It runs from inside tests/ against a tree laid
+# out as a wheel is: an editable install's import hooks are invisible to mypy, and types need no build.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
@@ -11,8 +11,10 @@ if [ ! -x "$env/bin/python" ]; then
   site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/_shared.pth"
 fi
-PATH="$PWD/$VENV/bin:$PATH" "$env/bin/python" -m pip install -q --no-build-isolation --no-deps \
-  --force-reinstall --no-warn-script-location . -C build-dir=build/types
+site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+rm -rf "$site/swapio"
+cp -r swapio "$site/swapio"
+cp -r optim "$site/swapio/optim"
 root=$PWD
 cd tests
 export MYPY_CACHE_DIR=$root/.mypy_cache
@@ -20,6 +22,7 @@ export MYPY_CACHE_DIR=$root/.mypy_cache
 # Tests hand over wrong types on purpose and are not annotated throughout; the rest of strict holds.
 relaxed=(--allow-untyped-defs --allow-incomplete-defs --allow-untyped-calls --no-warn-unused-ignores)
 for code in arg-type attr-defined call-arg call-overload misc no-any-return operator type-arg \
+  assignment func-returns-value index \
   union-attr var-annotated; do
   relaxed+=(--disable-error-code "$code")
 done

@@ -9,7 +9,7 @@ present=()
 for folder in "${tests[@]}"; do [ ! -e "$folder" ] || present+=("$folder"); done
 if [ ${#present[@]} = 0 ]; then echo "no native tests"; exit 0; fi
 python=$(bash scripts/variant.sh asan -C cmake.define.SWAPIO_SANITIZE=ON \
-  -C cmake.build-type=RelWithDebInfo)
+  -C cmake.build-type=None "-Ccmake.define.CMAKE_CXX_FLAGS=-O1 -g1" "-Ccmake.define.CMAKE_C_FLAGS=-O1 -g1")
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
 # Forked children of an instrumented process are slow; a killed run must still print its summary.
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:halt_on_error=1 \

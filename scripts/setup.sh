@@ -61,7 +61,7 @@ install_system_packages() {
     say "installing $packages"
     as_root apt-get update -qq >&2 || say "apt-get update failed; trying with the lists at hand"
     # shellcheck disable=SC2086
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 \
       $packages >&2 || say "apt-get could not install $packages; going on"
   fi
 }
