@@ -18,6 +18,7 @@ import pytest
 from swapio import _kernels
 
 ROOT = Path(__file__).resolve().parents[2]
+LEVELS = ("scalar", "avx2", "avx512")
 OBJECTS = "CMakeFiles/swapio_kernels.dir/kernels"
 FUSED = re.compile(r"\sv(?:fn?m(?:add|sub)|cvtne2?ps2?bf16|rsqrt|rcp)\w*\s")
 
@@ -27,9 +28,18 @@ pytestmark = [
 ]
 
 
+def is_plain_release(build: Path) -> bool:
+    """Whether the build folder is of the kind that is installed: other variants differ."""
+    settings = (build / "CMakeCache.txt").read_text(encoding="utf-8")
+    wanted = ("SWAPIO_SANITIZE:BOOL=OFF", "SWAPIO_TSAN:BOOL=OFF", "CMAKE_BUILD_TYPE:STRING=Release")
+    whole = all((build / OBJECTS / f"isa_{level}.cpp.o").exists() for level in LEVELS)
+    return whole and all(setting in settings for setting in wanted)
+
+
 def object_folder() -> Path:
-    """The newest build of the module that is tested here; skips for an installed wheel alone."""
-    folders = [path for path in ROOT.glob(f"build/*/{OBJECTS}") if (path / "pool.cpp.o").exists()]
+    """The newest build of what is tested here; skips where only a wheel is installed."""
+    builds = [path.parent for path in ROOT.glob("build/*/CMakeCache.txt")]
+    folders = [build / OBJECTS for build in builds if is_plain_release(build)]
     if not folders:
         pytest.skip(f"no objects under {ROOT / 'build'}: the module was not built in this folder")
     return max(folders, key=lambda path: (path / "pool.cpp.o").stat().st_mtime)
@@ -66,7 +76,7 @@ def test_isa_objects_export_one_function_each() -> None:
     """And define nothing weak: the linker may keep a weak copy for the whole module."""
     if shutil.which("nm") is None:
         pytest.skip("needs nm (binutils)")
-    for level in ("scalar", "avx2", "avx512"):
+    for level in LEVELS:
         path = object_folder() / f"isa_{level}.cpp.o"
         listing = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True)
         rows = [line.split(maxsplit=2)[-2:] for line in listing.stdout.splitlines()]
