@@ -4,5 +4,7 @@
 from __future__ import annotations
 
 from swapio.optim.adamw import Adam, AdamW
+from swapio.optim.muon import Muon
+from swapio.optim.muon_groups import muon_param_groups
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "Muon", "muon_param_groups"]

@@ -90,9 +90,9 @@ class SwapOptimizer(Registration):
         """Step the parameters of one chunk in place; False if nothing was changed."""
         raise NotImplementedError
 
-    def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
-        """Scratch memory of the rules for these sub-groups, which host_memory must cover too."""
-        return 0
+    def sweep_order(self, keys: list[str]) -> list[str]:
+        """Order in which sub-groups are stepped, and every second time in reverse."""
+        return keys
 
     def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
         """Write a group's hyperparameters into a row of the kernels' table."""
@@ -159,6 +159,7 @@ class SwapOptimizer(Registration):
         """Stream the sub-groups through RAM; every second sweep runs backwards."""
         swapper = self._runtime.swapper
         keys = [key for key, packed in self._layout.groups.items() if step.touches(packed)]
+        keys = self.sweep_order(keys)
         if self._num_steps % 2:
             keys.reverse()
         swapper.set_order(keys)

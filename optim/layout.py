@@ -22,9 +22,10 @@ import numpy.typing as npt
 import torch
 
 from swapio.errors import ConfigError
-from swapio.partition import Fragment, pack
+from swapio.partition import Fragment, pack, pack_whole
 
 UNIT_NUMEL = 1 << 18
+MUON_RULE = "muon"
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,6 +47,11 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
     device: str
     resident: frozenset[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are never cut over sub-groups: Muon needs whole matrices."""
+        return self.rule == MUON_RULE
 
 
 @dataclass(slots=True)
@@ -231,7 +237,8 @@ class Layout:
         for bucket, members in buckets.items():
             known = self._by_bucket.setdefault(bucket, [])
             indices = [info.index for info in members]
-            for plan in pack([info.param.numel() for info in members], sub_group_numel):
+            cut = pack_whole if bucket.is_whole else pack
+            for plan in cut([info.param.numel() for info in members], sub_group_numel):
                 key = f"{self._bucket_name(bucket)}-{len(known):05d}"
                 units = UnitTable(plan.fragments, indices)
                 self.groups[key] = PackedGroup(key, bucket, plan.numel, units)

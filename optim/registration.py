@@ -86,6 +86,10 @@ class Registration(torch.optim.Optimizer):
         """State records that a rule keeps for each element, by torch's names."""
         raise NotImplementedError
 
+    def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
+        """Scratch memory of the rules for these sub-groups, which host_memory must cover too."""
+        return 0
+
     # -- groups ------------------------------------------------------------------------------
 
     def _check_open(self, *, failed_ok: bool = False) -> None:
@@ -166,7 +170,8 @@ class Registration(torch.optim.Optimizer):
         before = len(self._layout.infos)
         new = self._layout.add(infos, self.config.sub_group_numel)
         try:
-            self._runtime.add([self._request(packed) for packed in new])
+            requests = [self._request(packed) for packed in new]
+            self._runtime.add(requests, workspace_bytes=self.workspace_bytes(new))
         except BaseException:
             self._layout.forget(new, before)
             raise

@@ -126,11 +126,12 @@ class SwapRuntime:
             self.swapper.allocate()
             self._stack = stack.pop_all()
 
-    def add(self, requests: Sequence[GroupRequest]) -> list[SubGroup]:
+    def add(self, requests: Sequence[GroupRequest], *, workspace_bytes: int = 0) -> list[SubGroup]:
         """Register and allocate further sub-groups.
 
         They stay in RAM if what is left of host_memory holds all of them; else they are streamed
-        through the buffers there are, except what is tagged or small.
+        through the buffers there are, except what is tagged or small. `workspace_bytes` is what
+        the caller needs with them, as for the constructor.
 
         Raises:
             ConfigError: They do not fit; the message gives the host_memory that would do. Nothing
@@ -138,7 +139,8 @@ class SwapRuntime:
         """
         if not requests:
             return []
-        resident, pool_bytes = self._place_added([request.size for request in requests])
+        sizes = [request.size for request in requests]
+        resident, pool_bytes = self._place_added(sizes, workspace_bytes)
         pool = None
         if pool_bytes:
             pool = self._open_pool(pool_bytes)
@@ -151,12 +153,18 @@ class SwapRuntime:
         self.swapper.allocate(pool=pool)
         return added
 
-    def _place_added(self, sizes: Sequence[SubGroupSize]) -> tuple[set[int], int]:
+    def _place_added(
+        self, sizes: Sequence[SubGroupSize], workspace_bytes: int
+    ) -> tuple[set[int], int]:
         """Decide where added sub-groups live: (indices of resident ones, bytes of their pool)."""
         old, plan = self._request, self.plan
-        request = dataclasses.replace(old, sub_groups=(*old.sub_groups, *sizes))
+        workspace = max(old.workspace_bytes, workspace_bytes)
+        request = dataclasses.replace(
+            old, sub_groups=(*old.sub_groups, *sizes), workspace_bytes=workspace
+        )
         new = range(len(old.sub_groups), len(request.sub_groups))
         tables = sum(small_bytes(size, request) for size in sizes)
+        tables += workspace - old.workspace_bytes
         need = sum(ram_bytes(size) for size in sizes)
         missing = need + tables - plan.spare_bytes
         resident = set(new)

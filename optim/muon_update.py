@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Muon step of one parameter: runs of elements on either side, whole matrices in between.
+
+    run of gradient, momentum  ->  u  ->  [whole matrices: Newton-Schulz]  ->  run of weights
+
+Invariants:
+- momentum and weights are touched as runs of elements in memory order, so a run may be a shard;
+- matrices are worked on in blocks of `block_matrices`, which depends on shapes only: the bits of a
+  result do not depend on where the state lives;
+- all memory of a step is the `Scratch` that was reserved beforehand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.align import PAGE_BYTES, round_up
+from swapio.buffers import BufferPool
+from swapio.optim import kernels
+from swapio.optim.layout import MasterForm
+from swapio.optim.muon_math import MatrixLayout
+from swapio.optim.newton_schulz import compute_dtype, newton_schulz_workspace_bytes
+from swapio.optim.newton_schulz_plan import make_plan
+
+NO_TIES: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+
+
+def block_matrices(layout: MatrixLayout, ns_dtype: torch.dtype | None) -> int:
+    """Return how many matrices of a parameter are worked on at a time."""
+    dtype = ns_dtype or compute_dtype(torch.float32, "cpu")
+    return make_plan(layout.shape, (), dtype, "cpu").group
+
+
+class ScratchNeed(NamedTuple):
+    """Bytes of scratch memory; `|` covers two needs, one after the other."""
+
+    update_bytes: int = 0
+    master_bytes: int = 0
+    workspace_bytes: int = 0
+
+    def __or__(self, other: ScratchNeed) -> ScratchNeed:  # type: ignore[override]
+        """Return what does for both."""
+        return ScratchNeed(*map(max, self, other))
+
+    @property
+    def nbytes(self) -> int:
+        """All of it, in whole pages."""
+        return sum(round_up(nbytes, PAGE_BYTES) for nbytes in self)
+
+
+def scratch_need(
+    layout: MatrixLayout,
+    group: dict[str, Any],
+    *,
+    is_contiguous: bool,
+    joins: bool,
+    ns_dtype: torch.dtype | None,
+) -> ScratchNeed:
+    """Return what the step of one parameter needs.
+
+    Args:
+        layout: Its matrices; at least one element.
+        group: Its param group.
+        is_contiguous: Whether memory order is logical order; otherwise it is worked on whole.
+        joins: Whether its master must be put together in a buffer.
+        ns_dtype: Dtype of the products, or None.
+    """
+    matrices = block_matrices(layout, ns_dtype)
+    block = (min(matrices, layout.num_matrices), layout.rows, layout.cols)
+    numel = block[0] * block[1] * block[2] if is_contiguous else layout.numel
+    workspace = newton_schulz_workspace_bytes(
+        block,
+        group["ns_coefficients"],
+        group["ns_steps"],
+        dtype=ns_dtype,
+        reuses_out=ns_dtype in (None, torch.float32) and is_contiguous,
+    )
+    return ScratchNeed(4 * numel, 4 * numel if joins else 0, workspace)
+
+
+class Scratch:
+    """Memory of the steps: u, the joined master, and the Newton-Schulz workspace."""
+
+    def __init__(self, need: ScratchNeed, huge_pages: str) -> None:
+        self.need = need
+        self._pool = BufferPool(max(PAGE_BYTES, need.nbytes), huge_pages=huge_pages, name="muon")
+        self._leases = [self._pool.lease(max(1, nbytes)) for nbytes in need if nbytes]
+        parts = iter(self._leases)
+
+        def part(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+            if not nbytes:
+                return torch.empty(0, dtype=dtype)
+            return next(parts).tensor(dtype, (nbytes // dtype.itemsize,))
+
+        self.update = part(need.update_bytes, torch.float32)
+        self.master = part(need.master_bytes, torch.float32)
+        self.workspace = part(need.workspace_bytes, torch.uint8)
+
+    def close(self) -> None:
+        """Give the memory up."""
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+        self._pool.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A run of a parameter's elements in memory order, with wherever its master is.
+
+    Attributes:
+        form: The master form.
+        model: The elements of the parameter itself.
+        record: The elements of the record `master` or `master_low`, where there is one.
+        position: First element within the sub-group.
+    """
+
+    form: MasterForm
+    model: torch.Tensor
+    record: torch.Tensor | None
+    position: int
+
+    def part(self, start: int, stop: int) -> Weights:
+        """Return elements `[start, stop)` of the run."""
+        record = None if self.record is None else self.record[start:stop]
+        return Weights(self.form, self.model[start:stop], record, self.position + start)
+
+    def load(self, buffer: torch.Tensor, ties: npt.NDArray[np.uint32]) -> torch.Tensor:
+        """Return the fp32 weights to update: in place where they are fp32, else in `buffer`."""
+        if self.form is MasterForm.SEPARATE and self.record is not None:
+            return self.record
+        if self.form is not MasterForm.SPLIT and self.model.dtype is torch.float32:
+            return self.model
+        out = buffer[: self.model.numel()]
+        if self.form is MasterForm.SPLIT and self.record is not None:
+            kernels.join_master_spans(
+                [self.model.data_ptr()],
+                [self.record.data_ptr()],
+                [out.data_ptr()],
+                [out.numel()],
+                [self.position],
+                ties=ties,
+            )
+            return out
+        return out.copy_(self.model)
+
+    def store(self, weights: torch.Tensor) -> npt.NDArray[np.uint32]:
+        """Publish what `load` returned after its update; the ties of a split master."""
+        if self.form is MasterForm.SPLIT and self.record is not None:
+            return kernels.split_master_spans(
+                [weights.data_ptr()],
+                [self.model.data_ptr()],
+                [self.record.data_ptr()],
+                [weights.numel()],
+                [self.position],
+            )
+        if weights.data_ptr() != self.model.data_ptr():
+            self.model.copy_(weights)
+        return NO_TIES
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a 1-D tensor over memory that somebody else keeps alive."""
+    memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def spread(fillers: Sequence[str], costs: dict[str, float]) -> list[str]:
+    """Order sub-groups so that cheap ones lie evenly between expensive ones.
+
+    The I/O of `fillers` then hides behind the computation of the others, as their own does.
+
+    Args:
+        fillers: Sub-groups whose I/O takes longer than their update, in order.
+        costs: Seconds (of any unit) of each other sub-group, in order.
+    """
+    total = sum(costs.values()) or 1.0
+    placed = [((at + 0.5) / len(fillers), key) for at, key in enumerate(fillers)]
+    done = 0.0
+    for key, cost in costs.items():
+        placed.append(((done + cost / 2) / total, key))
+        done += cost
+    return [key for _, key in sorted(placed, key=lambda item: item[0])]
