@@ -354,8 +354,8 @@ class Muon(AdamRuleMixin):
         return found
 
     def describe(self) -> str:
-        """Return a table of what steps each parameter."""
-        return format_routes(self.routes())
+        """As SwapOptimizer.describe, and a table of what steps each parameter."""
+        return f"{super().describe()}\n\n{format_routes(self.routes())}"
 
     def stats(self) -> dict[str, Any]:
         """As SwapOptimizer.stats, and `num_newton_schulz`: matrices orthogonalised so far."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class ScratchNeed(NamedTuple):
     master_bytes: int = 0
     workspace_bytes: int = 0
 
-    def __or__(self, other: ScratchNeed) -> ScratchNeed:  # type: ignore[override]
+    def __or__(self, other: ScratchNeed) -> ScratchNeed:
         """Return what does for both."""
         return ScratchNeed(*map(max, self, other))
 
@@ -88,7 +88,7 @@ def scratch_need(
 class Scratch:
     """Memory of the steps: u, the joined master, and the Newton-Schulz workspace."""
 
-    def __init__(self, need: ScratchNeed, huge_pages: str) -> None:
+    def __init__(self, need: ScratchNeed, huge_pages: Literal["auto", "off"]) -> None:
         self.need = need
         self._pool = BufferPool(max(PAGE_BYTES, need.nbytes), huge_pages=huge_pages, name="muon")
         self._leases = [self._pool.lease(max(1, nbytes)) for nbytes in need if nbytes]
