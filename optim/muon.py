@@ -23,7 +23,7 @@ from swapio.errors import ConfigError
 from swapio.optim.adamw import AdamRuleMixin, check_adam_group, fill_adam_hyper
 from swapio.optim.base import SwapSetting
 from swapio.optim.context import StepContext
-from swapio.optim.layout import MUON_RULE, MasterForm, PackedGroup, ParameterInfo, flat
+from swapio.optim.layout import MUON_RULE, Bucket, MasterForm, PackedGroup, ParameterInfo, flat
 from swapio.optim.muon_groups import Route, format_routes
 from swapio.optim.muon_math import (
     AdjustLr,
@@ -51,6 +51,7 @@ from swapio.optim.newton_schulz import (
     newton_schulz_flops,
     resolve_coefficients,
 )
+from swapio.optim.registration import Listed, text
 from swapio.runtime import GroupRequest
 from swapio.views import Chunk
 
@@ -116,6 +117,7 @@ class Muon(AdamRuleMixin):
         if ns_dtype not in _NS_DTYPES:
             raise ConfigError(f"ns_dtype={ns_dtype!r} is none of {_NS_DTYPES}")
         self._ns_dtype = ns_dtype
+        self._listed_matrices: dict[int, tuple[MatrixLayout, dict[str, Any]]] = {}
         self._matrices: dict[int, MatrixLayout] = {}
         self._costs: dict[str, float] = {}
         self._need = ScratchNeed()
@@ -213,6 +215,13 @@ class Muon(AdamRuleMixin):
         fillers = [key for key in keys if key not in self._costs]
         return spread(fillers, {key: self._costs[key] for key in keys if key in self._costs})
 
+    def _bucket(self, member: Listed) -> Bucket:
+        bucket = super()._bucket(member)
+        if bucket.is_whole:
+            layout = _layout_of(text(member.name), member.param, member.group)
+            self._listed_matrices[id(member.param)] = (layout, member.group)
+        return bucket
+
     def _request(self, packed: PackedGroup) -> GroupRequest:
         request = super()._request(packed)
         if packed.bucket.rule != MUON_RULE:
@@ -220,8 +229,7 @@ class Muon(AdamRuleMixin):
         flops = 0.0
         for index in dict.fromkeys(packed.units.param.tolist()):
             info = self._layout.infos[index]
-            group = self._group_of(index)
-            layout = _layout_of(str(info.name), info.param, group)
+            layout, group = self._listed_matrices.pop(id(info.param))
             self._matrices[index] = layout
             self._need |= scratch_need(
                 layout,
@@ -245,7 +253,8 @@ class Muon(AdamRuleMixin):
             self._scratch = Scratch(self._need, self.config.huge_pages)
 
     def _group_of(self, index: int) -> dict[str, Any]:
-        return self._layout.infos[index].group
+        group: dict[str, Any] = self.param_groups[self._group_index()[index]]
+        return group
 
     # -- the update --------------------------------------------------------------------------
 
@@ -350,7 +359,7 @@ class Muon(AdamRuleMixin):
             algorithm = "muon" if info.bucket.rule == MUON_RULE else "adamw"
             reason = f"use_muon={group['use_muon']}" + (f", {heads} heads" if heads > 1 else "")
             shape = tuple(info.param.shape)
-            found.append(Route(str(info.name), shape, algorithm, layout, view, heads, reason))
+            found.append(Route(info.name, shape, algorithm, layout, view, heads, reason))
         return found
 
     def describe(self) -> str:

@@ -153,7 +153,7 @@ class Registration(torch.optim.Optimizer):
         frozen = self._frozen
         for member in frozen:
             if member.param.requires_grad:
-                check_parameter(_text(member.name), member.param)
+                check_parameter(text(member.name), member.param)
         try:
             self._frozen = []
             self._enlarge(self._trainable(frozen))
@@ -203,7 +203,7 @@ class Registration(torch.optim.Optimizer):
     # -- packing -----------------------------------------------------------------------------
 
     def _bucket(self, member: Listed) -> Bucket:
-        name, param = _text(member.name), member.param
+        name, param = text(member.name), member.param
         rule = self.rule_of(member.group)
         form = master_form(self.config.master, name, param, split=True)
         states = [*self.state_records(rule), "master"]
@@ -239,7 +239,8 @@ class Registration(torch.optim.Optimizer):
 _requires_grad = attrgetter("requires_grad")
 
 
-def _text(name: str | int) -> str:
+def text(name: str | int) -> str:
+    """The name of a parameter that was listed."""
     return name if isinstance(name, str) else f"param.{name}"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from oracles.muon import MuonReference, relative_error
+
 from support.muon_training import BIASES, MODES, SHAPES, assert_same, train
 
 

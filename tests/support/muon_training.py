@@ -16,6 +16,7 @@ from swapio.optim import Muon
 # Matrices of at least 1 MiB, small ones that share a sub-group with one, and an odd one.
 SHAPES = ((64, 64), (17, 33), (512, 512), (270, 1000), (1040, 256), (264, 1000), (500, 530))
 BIASES = (600, 5)
+NUM_MATRICES = len(SHAPES)
 SWAP = {"sub_group_numel": 270_000, "min_swap_bytes": 1 << 20}
 MODES: dict[str, dict[str, Any]] = {
     "partitioned": {"pipeline_read": False, "pipeline_write": False},
@@ -62,12 +63,13 @@ def tight(make, swap):
     try:
         return make({**swap, "host_memory": 1 << 20})
     except ConfigError as error:
-        found = re.search(r"the least that does is (\d+) bytes", str(error))
-        assert found, str(error)
-        return make({**swap, "host_memory": int(found.group(1))})
+        message = str(error)
+    found = re.search(r"the least that does is (\d+) bytes", message)
+    assert found, message
+    return make({**swap, "host_memory": int(found.group(1))})
 
 
-def build(params, swap=None, *, num_muon=len(SHAPES), **kwargs):
+def build(params, swap=None, *, num_muon=NUM_MATRICES, **kwargs):
     """Muon for the first parameters, AdamW for the rest."""
     groups = [{"params": params[:num_muon]}]
     if params[num_muon:]:
