@@ -60,7 +60,7 @@ class SwapOptimizer(Registration):
         max_grad_norm: float | None = None,
         nonfinite: str | None = None,
     ) -> None:
-        self._begin_registration(SwapConfig.coerce(swap))
+        self._begin_registration(_checked_config(SwapConfig.coerce(swap)))
         self._closed = False
         self._pid = os.getpid()
         self.max_grad_norm = _checked_norm(max_grad_norm)
@@ -73,7 +73,7 @@ class SwapOptimizer(Registration):
         self.step_skipped = False
         self.commit_payload = b""
         super().__init__(params, defaults)
-        kernels.set_threads(self.config.resolve_cpu_threads())
+        kernels.set_threads(self.config.resolve_cpu_threads(), self.config.cpu_affinity or ())
         new = self._register_all()
         requests = [self._request(group) for group in new]
         self._runtime = SwapRuntime(
@@ -391,6 +391,17 @@ def _shaped(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if param.is_contiguous():
         return memory.view(param.shape)
     return torch.as_strided(memory, param.shape, param.stride())
+
+
+def _checked_config(config: SwapConfig) -> SwapConfig:
+    """Refuse settings that optimizers cannot honour."""
+    if config.accumulation_dtype != "float32":
+        raise ConfigError(
+            f"accumulation_dtype={config.accumulation_dtype!r} is about streamed gradients, but "
+            "this optimizer leaves gradients in p.grad, where autograd accumulates them in the "
+            "parameter's dtype; leave it at 'float32'"
+        )
+    return config
 
 
 def _checked_norm(value: float | None) -> float | None:

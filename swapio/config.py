@@ -287,6 +287,13 @@ class SwapConfig:
         "Measured bandwidth, read and written together, of both at once; `swapio tune` writes it.",
         "None: not assumed; devices differ.",
     )
+    take_turns: Literal["auto", "on", "off"] = one_of(
+        "auto",
+        "auto on off",
+        "Whether transfers wait for those of other processes (ranks) on the same device. 'auto':"
+        " when several ranks run on this host (LOCAL_WORLD_SIZE).",
+        "auto: ranks that move bytes at once make a drive mix directions; alone nobody waits.",
+    )
     trace: str | None = setting(
         None,
         values.optional(values.file_path),
@@ -340,6 +347,14 @@ class SwapConfig:
         from swapio.host_limits import auto_cpu_threads
 
         return auto_cpu_threads(self.cpu_affinity)
+
+    def resolve_take_turns(self) -> bool:
+        """Return whether transfers wait for other ranks; "auto" reads LOCAL_WORLD_SIZE now."""
+        if self.take_turns != "auto":
+            return self.take_turns == "on"
+        from swapio.host_limits import local_ranks
+
+        return local_ranks() > 1
 
     def replace(self, **changes: Any) -> SwapConfig:
         """Return a copy with some fields changed, validated anew.

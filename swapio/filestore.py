@@ -17,7 +17,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from swapio.aio import Engine
@@ -63,7 +63,8 @@ class FileStore(SwapStore):
             None is one set: it lets a checkpoint hold the state while training goes on.
         checksum: Whether blocks are hashed when written and verified when read.
         lock_timeout: Seconds to wait for another run, or for a killed run's last writes.
-        weights: Share of each path, for instance its bandwidth; equal by default.
+        weights: Share of each path, for instance its bandwidth, or a function that measures it
+            when it is needed; equal by default.
         namespace: Tells stores of several processes (ranks) in one folder apart.
         confirm_commits: Keep the slots of the commit before the last one until `confirm`; for
             runs of several ranks.
@@ -86,7 +87,7 @@ class FileStore(SwapStore):
         spare_slots: int | None = None,
         checksum: bool = True,
         lock_timeout: float = 30.0,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | Callable[[], Sequence[float]] | None = None,
         namespace: str = "",
         confirm_commits: bool = False,
     ) -> None:

@@ -18,23 +18,23 @@ from typing import Any, Self
 from swapio.aio import Engine
 from swapio.align import PAGE_BYTES, num_blocks, placed_bytes, round_up
 from swapio.buffers import BufferPool
-from swapio.checksum import measure_hash_rate
 from swapio.config import SwapConfig
 from swapio.config_values import format_size
 from swapio.errors import ConfigError
 from swapio.filestore import FileStore
+from swapio.path_rates import measure_weights
 from swapio.pipeline import PipelinedSwapper
 from swapio.plan import Plan, PlanRequest, evaluate_plan, make_plan
-from swapio.plan_devices import known_rates
 from swapio.plan_forms import TIE_BYTES_PER_BLOCK, RecordSize, SubGroupSize
+from swapio.plan_rates import rates_of
 from swapio.plan_request import must_stay, ram_bytes, small_bytes, step_bytes, tagged
 from swapio.plan_staging import NO_STAGING, Staging, stagings
-from swapio.plan_time import Rates
 from swapio.runstats import runtime_stats
 from swapio.store import SwapStore
 from swapio.subgroup import RecordSpec, SubGroup
 from swapio.swapper import PartitionedSwapper
 from swapio.tracing import Tracer, trace_path
+from swapio.turns import TurnTakingEngine
 
 # Virtual memory for streaming what is added after all fitted.
 _SPARE_STREAM_BYTES = 96 << 20
@@ -227,16 +227,18 @@ class SwapRuntime:
 
     def _open_storage(self, stack: ExitStack, *, register: bool) -> None:
         config = self.config
-        self.engine = stack.enter_context(
-            Engine(
-                config.engine,
-                queue_depth=config.queue_depth,
-                block_size=config.block_size,
-                direct=config.direct,
-                on_fallback=config.on_fallback,
-                num_threads=config.io_threads,
-            )
-        )
+        options: dict[str, Any] = {
+            "queue_depth": config.queue_depth,
+            "block_size": config.block_size,
+            "direct": config.direct,
+            "on_fallback": config.on_fallback,
+            "num_threads": config.io_threads,
+        }
+        if config.resolve_take_turns():
+            engine: Engine = TurnTakingEngine(config.paths, config.engine, **options)
+        else:
+            engine = Engine(config.engine, **options)
+        self.engine = stack.enter_context(engine)
         for address, nbytes in self._pool.regions if register else ():
             self.engine.register(address, nbytes)
         self.store = stack.enter_context(
@@ -247,10 +249,17 @@ class SwapRuntime:
                 spare_slots=config.spare_slots,
                 checksum=config.checksum,
                 lock_timeout=config.lock_timeout,
-                weights=config.path_weights,
+                weights=self._weights(engine),
                 namespace=config.namespace,
             )
         )
+
+    def _weights(self, engine: Engine) -> Sequence[float] | Callable[[], Sequence[float]] | None:
+        """Shares of the paths; measured when they are needed and not given."""
+        config = self.config
+        if config.path_weights is not None or len(config.paths) < 2:
+            return config.path_weights
+        return lambda: measure_weights(config.paths, engine)
 
     def _open_swapper(self, stack: ExitStack) -> PartitionedSwapper:
         config = self.config
@@ -378,18 +387,6 @@ def plan_request(
             ram_bytes(size) + small_bytes(size, request) for size in sizes
         )
     return PlanRequest.from_config(config, sizes, workspace_bytes=workspace_bytes, **more)
-
-
-def rates_of(config: SwapConfig) -> Rates:
-    """Return what the configuration says of the drives, else what `swapio tune` found here."""
-    rates = Rates(
-        read=config.read_bandwidth, write=config.write_bandwidth, mixed=config.mixed_bandwidth
-    )
-    if rates.read is None and rates.write is None and config.paths:
-        rates = known_rates(config.paths) or rates
-    if rates.read is None or not config.checksum:
-        return rates
-    return dataclasses.replace(rates, checksum=measure_hash_rate())
 
 
 def staging_of(plan: Plan, request: PlanRequest) -> Staging:

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swapio.aio import Engine
@@ -37,7 +37,8 @@ class StoreFolders:
         engine: Opens the files.
         namespace: Tells stores of several processes apart.
         lock_timeout: Seconds to wait.
-        weights: Share of each path; equal by default.
+        weights: Share of each path; equal by default. A function is asked for them, unless an
+            earlier run's commits lie there: those keep their pattern.
 
     Attributes:
         folders: The folder on each path.
@@ -60,12 +61,11 @@ class StoreFolders:
         *,
         namespace: str,
         lock_timeout: float,
-        weights: Sequence[float] | None,
+        weights: Sequence[float] | Callable[[], Sequence[float]] | None,
     ) -> None:
         parents = _usable_parents(paths)
-        if weights is not None and len(weights) != len(parents):
+        if isinstance(weights, Sequence) and len(weights) != len(parents):
             raise ConfigError(f"{len(weights)} weights for {len(parents)} paths")
-        self.pattern = stripe_pattern(weights or [1.0] * len(parents))
         self.store_id = secrets.token_hex(16)
         self._started = time.time()
         name = claim_name(parents, _folder_name(namespace))
@@ -81,6 +81,7 @@ class StoreFolders:
                 sweep_siblings(parent, engine)
                 note_filesystem(folder)
             self.previous, self.previous_manifest = _find_previous(self.folders)
+            self.pattern = self._choose_pattern(weights)
             self.files = SlotFiles(engine, self.folders, lock_timeout)
             self.log = CommitLog(engine, self.folders[0], lock_timeout)
         except BaseException as error:
@@ -89,6 +90,17 @@ class StoreFolders:
                 path = error.filename or self.folders[0]
                 raise AioError(error.errno or 0, "set-up", path) from error
             raise
+
+    def _choose_pattern(
+        self, weights: Sequence[float] | Callable[[], Sequence[float]] | None
+    ) -> tuple[int, ...]:
+        if callable(weights):
+            manifest, previous = self.previous_manifest, self.previous
+            same = manifest is not None and manifest.num_paths == len(self.folders)
+            if manifest is not None and same and previous is not None and previous.steps:
+                return manifest.pattern
+            weights = weights()
+        return stripe_pattern(weights or [1.0] * len(self.folders))
 
     def require_same_order(self) -> None:
         """Check that the folders are those of the earlier run, in its order.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -92,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
         where = ", ".join(config.paths) or "no path given"
         print(f"{args.optimizer} on {total:,} parameters of {dtypes}{share}; state in {where}\n")
         print(plan.table(per_day))
+        source = _source_of_rates(config)
+        if source:
+            print(source)
     return 0 if plan.disk_fits else 1
 
 
@@ -199,18 +203,33 @@ def _matrix_bytes(tensor: TensorInfo) -> int:
 
 def _rates(args: argparse.Namespace, config: SwapConfig) -> Any:
     from swapio.config_values import rate
-    from swapio.plan_time import Rates
+    from swapio.plan_rates import rates_of
 
     def given(name: str) -> int | None:
         text = getattr(args, name)
         return None if text is None else rate(f"--{name.replace('_', '-')}", text)
 
-    return Rates(
-        read=config.read_bandwidth,
-        write=config.write_bandwidth,
-        mixed=config.mixed_bandwidth,
+    rates = rates_of(config)
+    return dataclasses.replace(
+        rates,
         compute=given("compute_bandwidth"),
-        checksum=given("checksum_bandwidth"),
+        checksum=given("checksum_bandwidth") or rates.checksum,
+    )
+
+
+def _source_of_rates(config: SwapConfig) -> str:
+    """Say where the speeds of the drives come from."""
+    from swapio.plan_devices import known_rates
+
+    if config.read_bandwidth or config.write_bandwidth:
+        return ""
+    known = known_rates(config.paths) if config.paths else None
+    if known is None:
+        return "speeds of the drives are not known: run `swapio tune` on the path, or give flags"
+    read, write, mixed = ((value or 0) / 1e9 for value in (known.read, known.write, known.mixed))
+    return (
+        f"speeds of the drives as `swapio tune` found them: read {read:.2f}, write {write:.2f}, "
+        f"both at once {mixed:.2f} GB/s"
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -39,11 +40,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Sweep, write the file, print what it holds; 0."""
+    from swapio.plan_devices import remember_rates
+
     folder, nbytes = check_folder(args)
     settings, rates = sweep(args, folder, nbytes)
     config = as_config(folder, settings, rates)
     output = Path(args.output)
     output.write_text(as_toml(config), encoding="utf-8")
+    with contextlib.suppress(OSError):  # the file has it all; the cache saves a flag
+        remember_rates(folder, rates)
     if args.json:
         print(json.dumps(config))
     else:
