@@ -379,10 +379,9 @@ class PipelinedSwapper(WriteBehind):
 
     def _make_room(self, nbytes: int) -> None:
         """Free memory for a chunk that is needed now: blocks on writes if it must."""
-        if nbytes > self._cache.limit_bytes:
+        if nbytes > (limit := self._cache.limit_bytes):
             raise PoolExhaustedError(
-                f"one chunk needs {nbytes} bytes, the stream budget is "
-                f"{self._cache.limit_bytes}: raise host_memory or lower chunk_numel"
+                f"a chunk of {nbytes} bytes is larger than all buffers ({limit}): raise host_memory"
             )
         while not self._cache.has_room(nbytes):
             self._reap()
