@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from swapio.demo.model import GPT
     from swapio.demo.observe import Device, Run
+    from swapio.optim.base import SwapOptimizer
 
 WARMUP_STEPS = 10
 DEVICE_BYTES = 256 << 20
@@ -44,6 +45,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--sequence", type=int, default=128, help="bytes of a sequence")
     add("--batch", type=int, default=4, help="sequences of a step")
     add("--steps", type=int, default=50, help="training steps of each run")
+    add(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon steps the matrices of the blocks by Muon, and the rest by AdamW",
+    )
     add("--lr", type=float, default=6e-4, help="peak learning rate")
     add("--seed", type=int, default=1, help="seed of model and data")
     add("--plot", metavar="FILE", default="swapio-demo.png", help="picture to write; '' for none")
@@ -142,6 +149,18 @@ def _build(args: argparse.Namespace) -> GPT:
     return GPT(args.layers, args.width, args.heads, args.sequence).bfloat16()
 
 
+def _optimizer(args: argparse.Namespace, model: GPT, swap: dict[str, Any] | None) -> SwapOptimizer:
+    """Make the optimizer; both kinds take the same learning rates."""
+    from swapio.optim import AdamW, Muon, muon_param_groups
+
+    betas = (0.9, 0.95)
+    if args.optimizer == "adamw":
+        return AdamW(model.parameters(), lr=args.lr, betas=betas, swap=swap)
+    adamw = {"betas": betas, "weight_decay": 0.01}
+    groups = muon_param_groups(model, adamw=adamw, show=False)
+    return Muon(groups, lr=args.lr, adjust_lr_fn="match_rms_adamw", swap=swap)
+
+
 def _train(
     args: argparse.Namespace,
     text: torch.Tensor,
@@ -155,13 +174,12 @@ def _train(
     from swapio.demo.data import batches
     from swapio.demo.observe import Observer, Run, counters_of
     from swapio.demo.train import train
-    from swapio.optim import AdamW
 
     model = _build(args)
     numel = sum(parameter.numel() for parameter in model.parameters())
     seen = Run(label, numel, args.batch * args.sequence)
     data = batches(text, steps=args.steps, batch=args.batch, sequence=args.sequence, seed=args.seed)
-    with AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), swap=swap) as optimizer:
+    with _optimizer(args, model, swap) as optimizer:
         observer = Observer(
             seen, model, optimizer, device=device, num_steps=args.steps, quiet=args.quiet
         )

@@ -42,6 +42,18 @@ def test_both_runs_are_equal_and_one_used_storage(
     assert list(tmp_path.iterdir()) == [picture]
 
 
+def test_muon_is_equal_too_and_its_loss_falls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--optimizer", "muon"]
+    status = main(["demo", *SMALL, *more, "--path", str(tmp_path), "--plot", "", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert (status, result["differences"]) == (0, [])
+    ram, storage = result["state in RAM"], result["state on storage"]
+    assert ram["last_loss"] == storage["last_loss"] < result["losses"][0]
+    assert 0 < storage["read_bytes_per_parameter"] <= 12
+
+
 def test_a_file_of_ones_own_and_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
