@@ -4,12 +4,12 @@
 # off here, because CPython and torch keep memory until exit; the native programs check leaks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-read -ra tests <<< "${SANITIZE_TESTS:-tests/aio tests/kernels tests/store}"
+read -ra tests <<< "${SANITIZE_TESTS:-tests/aio tests/buffers tests/kernels tests/swapper}"
 present=()
 for folder in "${tests[@]}"; do [ ! -e "$folder" ] || present+=("$folder"); done
 if [ ${#present[@]} = 0 ]; then echo "no native tests"; exit 0; fi
 python=$(bash scripts/variant.sh asan -C cmake.define.SWAPIO_SANITIZE=ON \
-  -C cmake.build-type=None "-Ccmake.define.CMAKE_CXX_FLAGS=-O1 -g1" "-Ccmake.define.CMAKE_C_FLAGS=-O1 -g1")
+  -C cmake.build-type=None "-Ccmake.define.CMAKE_CXX_FLAGS=-O1 -g1 -DNDEBUG" "-Ccmake.define.CMAKE_C_FLAGS=-O1 -g1 -DNDEBUG")
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
 # Forked children of an instrumented process are slow; a killed run must still print its summary.
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:halt_on_error=1 \

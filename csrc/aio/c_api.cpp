@@ -42,14 +42,14 @@ template <typename Function>
 int guarded(Function function) {
   try {
     return function();
-  } catch (const std::bad_alloc &) {
+  } catch (const std::bad_alloc&) {
     return -ENOMEM;
   } catch (...) {
     return -EIO;
   }
 }
 
-int create(const swapio_engine_config &config, swapio_engine **engine) {
+int create(const swapio_engine_config& config, swapio_engine** engine) {
   const bool uring = config.kind == SWAPIO_KIND_URING;
   if (config.queue_depth < 1 || config.queue_depth > kQueueDepthMax) return -EINVAL;
   if (config.block_bytes < swapio::kPageBytes || config.block_bytes > kBlockBytesMax ||
@@ -78,7 +78,7 @@ int swapio_uring_is_built(void) {
 
 int swapio_uring_probe(void) { return swapio::probe_uring(); }
 
-int swapio_direct_alignment(int fd, uint32_t *offset_alignment, uint32_t *memory_alignment) {
+int swapio_direct_alignment(int fd, uint32_t* offset_alignment, uint32_t* memory_alignment) {
   StatxBuffer buffer = {};
   *offset_alignment = swapio::kPageBytes;
   *memory_alignment = swapio::kPageBytes;
@@ -89,27 +89,27 @@ int swapio_direct_alignment(int fd, uint32_t *offset_alignment, uint32_t *memory
   return 1;
 }
 
-swapio_engine *swapio_engine_create(const swapio_engine_config *config, int *error) {
-  swapio_engine *engine = nullptr;
+swapio_engine* swapio_engine_create(const swapio_engine_config* config, int* error) {
+  swapio_engine* engine = nullptr;
   *error = guarded([&] { return create(*config, &engine); });
   return engine;
 }
 
-void swapio_engine_shut_down(swapio_engine *engine) { engine->core.shut_down(); }
+void swapio_engine_shut_down(swapio_engine* engine) { engine->core.shut_down(); }
 
-int swapio_engine_stop(swapio_engine *engine, int timeout_ms) {
+int swapio_engine_stop(swapio_engine* engine, int timeout_ms) {
   return guarded([&] { return engine->core.stop(timeout_ms) ? 0 : -ETIMEDOUT; });
 }
 
-void swapio_engine_free(swapio_engine *engine) {
+void swapio_engine_free(swapio_engine* engine) {
   if (engine->core.is_stopped()) delete engine;
 }
 
-void swapio_engine_abandon(swapio_engine *engine) { engine->core.abandon(); }
+void swapio_engine_abandon(swapio_engine* engine) { engine->core.abandon(); }
 
-void swapio_engine_stats(swapio_engine *engine, swapio_stats *stats) { engine->core.stats(stats); }
+void swapio_engine_stats(swapio_engine* engine, swapio_stats* stats) { engine->core.stats(stats); }
 
-int swapio_file_open(swapio_engine *engine, const swapio_file_config *config) {
+int swapio_file_open(swapio_engine* engine, const swapio_file_config* config) {
   const int result = guarded([&] { return engine->core.open_file(*config); });
   if (result < 0) {
     close(config->fd);
@@ -118,47 +118,47 @@ int swapio_file_open(swapio_engine *engine, const swapio_file_config *config) {
   return result;
 }
 
-int swapio_file_close(swapio_engine *engine, int file) {
+int swapio_file_close(swapio_engine* engine, int file) {
   return guarded([&] { return engine->core.close_file(file); });
 }
 
-int swapio_file_wait_closed(swapio_engine *engine, int file, int timeout_ms) {
+int swapio_file_wait_closed(swapio_engine* engine, int file, int timeout_ms) {
   return guarded([&] { return static_cast<int>(engine->core.wait_closed(file, timeout_ms)); });
 }
 
-int swapio_file_is_direct(swapio_engine *engine, int file) {
+int swapio_file_is_direct(swapio_engine* engine, int file) {
   return guarded([&] { return engine->core.is_direct(file); });
 }
 
-int swapio_engine_submit(swapio_engine *engine, uint64_t id, const swapio_request *requests,
+int swapio_engine_submit(swapio_engine* engine, uint64_t id, const swapio_request* requests,
                          uint32_t num_requests) {
   return guarded([&] { return engine->core.submit(id, requests, num_requests); });
 }
 
-int swapio_engine_wait(swapio_engine *engine, uint64_t id, int timeout_ms) {
+int swapio_engine_wait(swapio_engine* engine, uint64_t id, int timeout_ms) {
   return guarded([&] { return static_cast<int>(engine->core.wait(id, timeout_ms)); });
 }
 
-int swapio_engine_wait_idle(swapio_engine *engine, int timeout_ms) {
+int swapio_engine_wait_idle(swapio_engine* engine, int timeout_ms) {
   return guarded([&] { return static_cast<int>(engine->core.wait_idle(timeout_ms)); });
 }
 
-int swapio_engine_knows(swapio_engine *engine, uint64_t id) {
+int swapio_engine_knows(swapio_engine* engine, uint64_t id) {
   return guarded([&] { return static_cast<int>(engine->core.knows(id)); });
 }
 
-int swapio_engine_peek(swapio_engine *engine, swapio_completion *completions, uint32_t capacity) {
+int swapio_engine_peek(swapio_engine* engine, swapio_completion* completions, uint32_t capacity) {
   return guarded([&] { return static_cast<int>(engine->core.peek(completions, capacity)); });
 }
 
-void swapio_engine_release(swapio_engine *engine, uint64_t last_id) {
+void swapio_engine_release(swapio_engine* engine, uint64_t last_id) {
   engine->core.release(last_id);
 }
 
-int swapio_engine_register(swapio_engine *engine, uint64_t address, uint64_t nbytes) {
+int swapio_engine_register(swapio_engine* engine, uint64_t address, uint64_t nbytes) {
   return guarded([&] { return engine->core.register_memory(address, nbytes); });
 }
 
-int swapio_engine_unregister(swapio_engine *engine, uint64_t address) {
+int swapio_engine_unregister(swapio_engine* engine, uint64_t address) {
   return guarded([&] { return engine->core.unregister_memory(address); });
 }

@@ -378,8 +378,7 @@ void test_transfers_of_any_size() {
   }
 }
 
-#define TEST(name) \
-  { #name, name }
+#define TEST(name) {#name, name}
 
 const std::vector<NamedTest> kTests = {
     TEST(test_round_trips_at_any_offset_length_and_address),
