@@ -7,16 +7,7 @@ import pytest
 import torch
 from oracles.muon import MuonReference, relative_error
 
-from support.muon_training import BIASES, MODES, SHAPES, assert_same, train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small products on a busy machine wait longer for a second thread than they take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from support.muon_training import BIASES, MODES, SHAPES, assert_same, one_thread, train  # noqa: F401
 
 
 @pytest.fixture(scope="module")
