@@ -109,6 +109,7 @@ class AdamW(AdamRuleMixin):
         swap: Where state lives: a folder, a dict or SwapConfig of settings, or None for RAM.
         max_grad_norm: Clip the global gradient norm inside the step (no extra pass over p.grad).
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
+        resume: Continue from the last committed step in the folder (durability "step", "power").
 
     Raises:
         ConfigError: A setting or a parameter is unsuitable; the message names it.
@@ -134,6 +135,7 @@ class AdamW(AdamRuleMixin):
         swap: SwapSetting = None,
         max_grad_norm: float | None = None,
         nonfinite: str | None = None,
+        resume: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -145,7 +147,12 @@ class AdamW(AdamRuleMixin):
             "bias_correction": bias_correction,
         }
         super().__init__(
-            params, defaults, swap=swap, max_grad_norm=max_grad_norm, nonfinite=nonfinite
+            params,
+            defaults,
+            swap=swap,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            resume=resume,
         )
 
     def check_group(self, group: dict[str, Any]) -> None:

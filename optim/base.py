@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -24,22 +24,20 @@ from swapio.config import SwapConfig
 from swapio.errors import ClosedError, ConfigError, SwapioError
 from swapio.optim import kernels
 from swapio.optim.context import StepContext
+from swapio.optim.durable import Durable
 from swapio.optim.gradients import collect, decide
 from swapio.optim.interrupt import delayed_interrupt
-from swapio.optim.layout import MasterForm, PackedGroup
-from swapio.optim.masters import Masters
-from swapio.optim.registration import Registration
+from swapio.optim.layout import PackedGroup
 from swapio.optim.report import about_run, describe, step_stats
 from swapio.optim.state import StateMapping
 from swapio.optim.stepstats import StepStats
 from swapio.plan import Plan
-from swapio.runtime import SwapRuntime
 from swapio.views import Chunk
 
 SwapSetting = SwapConfig | dict[str, Any] | str | os.PathLike[str] | None
 
 
-class SwapOptimizer(Registration):
+class SwapOptimizer(Durable):
     """Base of all swapio optimizers; see AdamW for the arguments that users give.
 
     Args:
@@ -49,6 +47,11 @@ class SwapOptimizer(Registration):
         max_grad_norm: Clip the global gradient norm inside the step.
         nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
             is "skip" with `max_grad_norm`, else "propagate" as in torch.
+        resume: Continue from the last committed step in the folder, if there is one.
+
+    Attributes:
+        recovered_step: The step that `resume` or `recover` continued from, or None.
+        commit_payload: Bytes of the user's that go into the commit of the next step.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class SwapOptimizer(Registration):
         swap: SwapSetting = None,
         max_grad_norm: float | None = None,
         nonfinite: str | None = None,
+        resume: bool = False,
     ) -> None:
         self._begin_registration(_checked_config(SwapConfig.coerce(swap)))
         self._closed = False
@@ -74,13 +78,7 @@ class SwapOptimizer(Registration):
         self.commit_payload = b""
         super().__init__(params, defaults)
         kernels.set_threads(self.config.resolve_cpu_threads(), self.config.cpu_affinity or ())
-        new = self._register_all()
-        requests = [self._request(group) for group in new]
-        self._runtime = SwapRuntime(
-            self.config, requests, workspace_bytes=self.workspace_bytes(new)
-        )
-        self._masters = Masters(self._layout, self._runtime.swapper, self.config.on_param_change)
-        self._masters.remember(new)
+        self._open_runtime(self._register_all(), resume=resume)
         self.state = StateMapping(self)  # type: ignore[assignment]
         self._ready = True
 
@@ -152,12 +150,13 @@ class SwapOptimizer(Registration):
         changed = params if gradients.complete else [params[i] for i in step.indices]
         torch.autograd.graph.increment_version(changed)
         self._num_steps += 1
-        self._runtime.swapper.commit(self._num_steps, self.commit_payload)
+        self._commit_step()
         self._masters.warn()
 
     def _sweep(self, step: StepContext) -> None:
         """Stream the sub-groups through RAM; every second sweep runs backwards."""
         swapper = self._runtime.swapper
+        self._snapshots.settle()
         keys = [key for key, packed in self._layout.groups.items() if step.touches(packed)]
         keys = self.sweep_order(keys)
         if self._num_steps % 2:
@@ -169,149 +168,12 @@ class SwapOptimizer(Registration):
                 for chunk in view.chunks():
                     with self._stats.compute():
                         changed = self.update_chunk(packed, chunk, step)
+                        if changed:
+                            self._masters.copy_params(packed, chunk, step)
                     if changed:
                         chunk.mark_dirty()
         # What has room in the buffers is read during the next forward and backward.
         swapper.set_order(keys[::-1])
-
-    # -- state -------------------------------------------------------------------------------
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """All parameters of all groups, in order."""
-        for info in self._layout.infos:
-            yield info.param
-
-    def parameter_index(self, param: torch.Tensor) -> int:
-        """Position of a parameter; raises KeyError if it is not one of this optimizer's."""
-        return self._table.index_of(param)
-
-    def state_names(self, index: int) -> tuple[str, ...]:
-        """Names of a parameter's state: torch's, and `master` where there is one."""
-        bucket = self._layout.infos[index].bucket
-        names = ("step", *self.state_records(bucket.rule))
-        has_master = bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT)
-        return (*names, "master") if has_master else names
-
-    def get_state(self, index: int, name: str) -> torch.Tensor:
-        """A copy of one state of a parameter, in its logical shape. May block on storage."""
-        self._check_open(failed_ok=True)
-        if name == "step":
-            return torch.tensor(float(self._counts[index]))
-        if name == "master":
-            return self._masters.read(index)
-        info = self._layout.infos[index]
-        dtype = self.state_records(info.bucket.rule)[name]
-        out = torch.empty(info.param.numel(), dtype=dtype)
-        for span in self._layout.spans(index):
-            part = out[span.offset : span.offset + span.numel]
-            self._runtime.swapper.read(span.key, name, part, start=span.position)
-        return _shaped(out, info.param)
-
-    def put_state(self, index: int, name: str, value: Any) -> None:
-        """Replace one state of a parameter. May block on storage.
-
-        Raises:
-            ValueError: The shape is wrong.
-        """
-        self._check_open()
-        info = self._layout.infos[index]
-        if name == "step":
-            self._counts[index] = int(value)
-            return
-        value = torch.as_tensor(value)
-        if value.shape != info.param.shape:
-            raise ValueError(
-                f"state {name} of {info.name} has shape {tuple(info.param.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
-        dtype = torch.float32 if name == "master" else self.state_records(info.bucket.rule)[name]
-        memory = torch.empty(info.param.numel(), dtype=dtype)
-        _shaped(memory, info.param).copy_(value)
-        if name == "master":
-            self._masters.write(index, memory)
-            return
-        for span in self._layout.spans(index):
-            part = memory[span.offset : span.offset + span.numel]
-            self._runtime.swapper.write(span.key, name, part, start=span.position)
-
-    def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of all state of one parameter, by name. May block on storage."""
-        index = self.parameter_index(param)
-        return {name: self.get_state(index, name) for name in self.state_names(index)}
-
-    def set_state(self, param: torch.Tensor, name: str, value: Any) -> None:
-        """Replace one state of a parameter; see `put_state` for errors."""
-        index = self.parameter_index(param)
-        if name not in self.state_names(index):
-            known = ", ".join(self.state_names(index))
-            raise ConfigError(f"no state {name!r}: this parameter has {known}")
-        self.put_state(index, name, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict, with `master` for parameters whose master is elsewhere.
-
-        The tensors are copies: later steps do not change them. Blocks until all is read.
-        """
-        self._check_open(failed_ok=True)
-        packed, start = [], 0
-        for group in self.param_groups:
-            plain = {key: value for key, value in group.items() if key != "params"}
-            count = len(group["params"])
-            packed.append({**plain, "params": list(range(start, start + count))})
-            start += count
-        listed = [param for group in self.param_groups for param in group["params"]]
-        state = {at: self.state_of(p) for at, p in enumerate(listed) if p in self.state}
-        result: dict[str, Any] = {"state": state, "param_groups": packed}
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            changed = hook(self, result)
-            result = result if changed is None else changed
-        return result
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch's optimizer of the same name.
-
-        State is neither cast to the parameter's dtype nor moved; it is streamed to where this
-        optimizer keeps it. Entries may lack `master`: the masters are then the parameters.
-
-        Raises:
-            ValueError: Groups or parameters do not match.
-        """
-        self._check_open()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        groups = state_dict["param_groups"]
-        lengths = [len(group["params"]) for group in groups]
-        if lengths != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"the loaded state dict has param groups of {lengths} parameters, this optimizer "
-                f"of {[len(group['params']) for group in self.param_groups]}"
-            )
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
-            for param, key in zip(mine["params"], theirs["params"], strict=True):
-                entry = state_dict["state"].get(key, {})
-                if param in self.state:  # a frozen parameter has no state
-                    self._load_entry(self.parameter_index(param), entry)
-        for post in self._optimizer_load_state_dict_post_hooks.values():
-            post(self)
-
-    def _load_entry(self, index: int, entry: dict[str, Any]) -> None:
-        info = self._layout.infos[index]
-        names = self.state_names(index)
-        extra = set(entry) - set(names) - {"master"}
-        if extra:
-            raise ValueError(f"state {sorted(extra)[0]!r} of {info.name} is unknown to {names}")
-        for name in names:
-            if name in entry:
-                self.put_state(index, name, entry[name])
-            elif name == "step":
-                self._counts[index] = 0
-            elif name != "master":
-                self.put_state(index, name, torch.zeros(info.param.shape))
-        if "master" in names and "master" not in entry:
-            self._masters.adopt(index)
 
     # -- reports and end ---------------------------------------------------------------------
 
@@ -339,6 +201,7 @@ class SwapOptimizer(Registration):
         if self._closed or not self._ready or os.getpid() != self._pid:
             return
         self._closed = True
+        self._close_saving()
         if self._runtime.tracer is not None:
             name, counts = type(self).__name__, step_stats(self._runtime, self._stats)
             self._runtime.describe_in_trace(**about_run(name, self._layout, counts))
@@ -384,13 +247,6 @@ _NO_COPY = (
     "a swapio optimizer cannot be {}: its state lives in files and page-locked memory that one "
     "object owns. Use save(dir) and load(dir), or state_dict() and load_state_dict()"
 )
-
-
-def _shaped(memory: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Elements in the memory order of `param`, seen in its logical shape."""
-    if param.is_contiguous():
-        return memory.view(param.shape)
-    return torch.as_strided(memory, param.shape, param.stride())
 
 
 def _checked_config(config: SwapConfig) -> SwapConfig:

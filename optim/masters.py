@@ -24,7 +24,7 @@ import torch
 
 from swapio.errors import SwapStateError
 from swapio.optim import kernels
-from swapio.optim.layout import Layout, MasterForm, PackedGroup, flat
+from swapio.optim.layout import UNIT_NUMEL, Layout, MasterForm, PackedGroup, flat
 from swapio.swapper import PartitionedSwapper
 from swapio.views import Chunk
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from swapio.optim.context import StepContext
 
 Rows = npt.NDArray[np.int64]
+_RESTORE_NUMEL = 4 * UNIT_NUMEL
 _LIST, _BITMAP = b"\0", b"\1"
 
 
@@ -112,6 +113,60 @@ class Masters:
             packed.units.digest[rows] = self._hash(packed, rows, step.param_address)
             packed.units.known[rows] = True
 
+    # -- the parameter as a record -----------------------------------------------------------
+
+    def copy_params(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> None:
+        """Copy the model weights of a chunk to its `param` record, if it has one."""
+        if "param" not in chunk.group.specs:
+            return
+        units, width = packed.units, packed.bucket.dtype.itemsize
+        rows = units.slice_of(chunk.start, chunk.stop)
+        source = step.param_address[units.param[rows]] + (units.offset[rows] * width).astype(
+            np.uint64
+        )
+        target = (units.position[rows] - chunk.start) * width
+        kernels.copy_spans(
+            source,
+            target.astype(np.uint64) + np.uint64(chunk.address("param")),
+            units.numel[rows] * width,
+        )
+
+    def restore_params(self, chosen: npt.NDArray[np.bool_]) -> None:
+        """Set the chosen parameters (by index) from what storage holds of them; blocks."""
+        addresses = self._addresses()
+        for packed in self._layout.groups.values():
+            if chosen[packed.units.param].any():
+                self._restore_group(packed, chosen, addresses)
+        torch.autograd.graph.increment_version(
+            [info.param for info in self._layout.infos if chosen[info.index]]
+        )
+        self.remember(self._layout.groups.values())
+
+    def _restore_group(
+        self,
+        packed: PackedGroup,
+        chosen: npt.NDArray[np.bool_],
+        addresses: npt.NDArray[np.uint64],
+    ) -> None:
+        separate = packed.bucket.form is MasterForm.SEPARATE
+        record = "master" if separate else "param"
+        dtype = torch.float32 if separate else packed.bucket.dtype
+        units, width = packed.units, packed.bucket.dtype.itemsize
+        for start in range(0, packed.numel, _RESTORE_NUMEL):
+            stop = min(packed.numel, start + _RESTORE_NUMEL)
+            memory = torch.empty(stop - start, dtype=dtype)
+            self._swapper.read(packed.key, record, memory, start=start)
+            span = units.slice_of(start, stop)
+            rows = np.arange(span.start, span.stop)
+            rows = rows[chosen[units.param[rows]]]
+            at = ((units.position[rows] - start) * dtype.itemsize).astype(np.uint64)
+            source = at + np.uint64(memory.data_ptr())
+            target = addresses[units.param[rows]] + (units.offset[rows] * width).astype(np.uint64)
+            if dtype is packed.bucket.dtype:
+                kernels.copy_spans(source, target, units.numel[rows] * width)
+            else:
+                kernels.convert_spans(source, target, units.numel[rows], dtype, packed.bucket.dtype)
+
     # -- ties of split masters ---------------------------------------------------------------
 
     def ties_of(self, packed: PackedGroup, start: int, stop: int) -> npt.NDArray[np.uint32]:
@@ -179,6 +234,9 @@ class Masters:
                 self._swapper.write(span.key, "master", part, start=span.position)
             else:
                 self._write_split(span.key, span.position, part, target, span.offset)
+            if "param" in self._swapper.records(span.key):
+                high = target[span.offset : span.offset + span.numel]
+                self._swapper.write(span.key, "param", high, start=span.position)
         torch.autograd.graph.increment_version([info.param])
         self._rehash(index)
 
@@ -186,18 +244,36 @@ class Masters:
         """Make the parameter, as it is, the master."""
         self.write(index, flat(self._layout.infos[index].param).float())
 
+    def begin_fill(self, packed: PackedGroup) -> None:
+        """Forget the ties of a sub-group whose masters are about to be replaced."""
+        if packed.bucket.form is MasterForm.SPLIT:
+            self._ties[packed.key] = np.zeros(0, np.uint32)
+            self._swapper.set_meta(packed.key, b"")
+
+    def split_run(
+        self,
+        packed: PackedGroup,
+        position: int,
+        master: torch.Tensor,
+        high: torch.Tensor,
+        low: torch.Tensor,
+    ) -> None:
+        """Split masters, from `position` of a sub-group on, into upper and lower halves."""
+        key = packed.key
+        new = kernels.split_master_spans(
+            [master.data_ptr()], [high.data_ptr()], [low.data_ptr()], [low.numel()], [position]
+        )
+        ties = self._all_ties(key)
+        lo, hi = np.searchsorted(ties, (position, position + low.numel()))
+        self._ties[key] = np.concatenate([ties[:lo], new, ties[hi:]])
+        self._swapper.set_meta(key, _encode(self._ties[key], packed.numel))
+
     def _write_split(
         self, key: str, position: int, part: torch.Tensor, target: torch.Tensor, at: int
     ) -> None:
         low = torch.empty(part.numel(), dtype=torch.int16)
         high = target[at : at + part.numel()]
-        new = kernels.split_master_spans(
-            [part.data_ptr()], [high.data_ptr()], [low.data_ptr()], [part.numel()], [position]
-        )
-        ties = self._all_ties(key)
-        lo, hi = np.searchsorted(ties, (position, position + part.numel()))
-        self._ties[key] = np.concatenate([ties[:lo], new, ties[hi:]])
-        self._swapper.set_meta(key, _encode(self._ties[key], self._layout.groups[key].numel))
+        self.split_run(self._layout.groups[key], position, part, high, low)
         self._swapper.write(key, "master_low", low, start=position)
 
     def _rehash(self, index: int) -> None:

@@ -86,6 +86,7 @@ class Muon(AdamRuleMixin):
         max_grad_norm: Clip the global norm of all groups' gradients, by one factor for all, before
             the momentum. What Muon does hardly depends on it; the AdamW groups are clipped.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
+        resume: Continue from the last committed step in the folder (durability "step", "power").
 
     Raises:
         ConfigError: A setting or parameter is unsuitable, or host_memory is too small for the
@@ -113,6 +114,7 @@ class Muon(AdamRuleMixin):
         ns_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         nonfinite: str | None = None,
+        resume: bool = False,
     ) -> None:
         if ns_dtype not in _NS_DTYPES:
             raise ConfigError(f"ns_dtype={ns_dtype!r} is none of {_NS_DTYPES}")
@@ -134,7 +136,12 @@ class Muon(AdamRuleMixin):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(
-            params, defaults, swap=swap, max_grad_norm=max_grad_norm, nonfinite=nonfinite
+            params,
+            defaults,
+            swap=swap,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            resume=resume,
         )
         self._reserve()
 
@@ -229,7 +236,7 @@ class Muon(AdamRuleMixin):
         flops = 0.0
         for index in dict.fromkeys(packed.units.param.tolist()):
             info = self._layout.infos[index]
-            layout, group = self._listed_matrices.pop(id(info.param))
+            layout, group = self._listed_matrices[id(info.param)]
             self._matrices[index] = layout
             self._need |= scratch_need(
                 layout,

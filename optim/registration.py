@@ -59,6 +59,7 @@ class Registration(torch.optim.Optimizer):
         self._layout = Layout()
         self._table = ParameterTable(self._layout.infos)
         self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._owned: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._rules = ResidencyRules(config.resident)
         self._buckets: dict[Bucket, Bucket] = {}
         self._frozen: list[Listed] = []
@@ -74,7 +75,13 @@ class Registration(torch.optim.Optimizer):
         new = self._layout.add(infos, self.config.sub_group_numel)
         self._table.update()
         self._counts = np.zeros(len(infos), np.int64)
+        self._owned = np.zeros(len(infos), np.bool_)
         return new
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether every step is committed: there is a path, and durability says so."""
+        return bool(self.config.paths) and self.config.durability != "checkpoint"
 
     # -- what a rule gives -------------------------------------------------------------------
 
@@ -177,6 +184,7 @@ class Registration(torch.optim.Optimizer):
             raise
         self._table.update()
         self._counts = np.concatenate([self._counts, np.zeros(len(infos), np.int64)])
+        self._owned = np.concatenate([self._owned, np.zeros(len(infos), np.bool_)])
         self._masters.remember(new)
 
     def _group_index(self) -> npt.NDArray[np.int64]:
@@ -229,6 +237,12 @@ class Registration(torch.optim.Optimizer):
             meta_bytes = packed.numel // 8 + 4096
             if "master" in resident:
                 resident.add("master_low")
+        if self.is_committing and bucket.form is not MasterForm.SEPARATE:
+            # Written with each step, so that a commit has all that rebuilds the parameter.
+            fill = Masters.filler(self._layout, packed)
+            if resident >= set(records):
+                resident.add("param")
+            records["param"] = RecordSpec((packed.numel,), bucket.dtype, fill, is_read=False)
         width = bucket.dtype.itemsize
         touched = 2 * sum(spec.dtype.itemsize for spec in records.values()) + 3 * width
         return GroupRequest(

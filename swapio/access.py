@@ -8,13 +8,16 @@ holds the truth of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from swapio.buffers import Lease
 from swapio.errors import AioError, CorruptionError
 from swapio.lifecycle import SwapperBase
 from swapio.subgroup import RecordBuffer, SubGroup, SubGroupState, place
+
+RecordFiller = Callable[[int, torch.Tensor], None]
 
 
 class RecordAccess(SwapperBase):
@@ -51,6 +54,7 @@ class RecordAccess(SwapperBase):
         self._check_span(group, record, start, out)
         flat = out.view(-1)
         with self._lock:
+            self._settle_unread(group, record)
             for lo, hi in self._runs(group, start, start + out.numel()):
                 self._read_run(group, record, lo, flat[lo - start : hi - start])
         return out
@@ -64,8 +68,48 @@ class RecordAccess(SwapperBase):
         self._check_span(group, record, start, value)
         flat = value.detach().view(-1)
         with self._lock:
+            self._settle_unread(group, record)
             for lo, hi in self._runs(group, start, start + value.numel()):
                 self._write_run(group, record, lo, flat[lo - start : hi - start])
+
+    def refill(self, key: str, fillers: Mapping[str, RecordFiller]) -> None:
+        """Replace whole records, streamed chunk by chunk through one buffer.
+
+        Blocks. For each chunk the fillers are called in the order of the records, as
+        `fill(start, out)` for elements `start:start + out.numel()`. Records without one stay.
+        What `set_meta` was given meanwhile is written with the records.
+        """
+        group = self._group(key)
+        for name in fillers:
+            self._spec(group, name)
+        with self._lock:
+            self._settle(group)
+            home = self._home.get(key)
+            for name in [name for name in group.specs if name in fillers]:
+                if home is not None and name in home.placements:
+                    fillers[name](0, home.tensor(name))
+                    self._dirty[key].add(name)
+            names = [name for name in group.swapped if name in fillers]
+            if names:
+                self._refill_swapped(group, names, fillers)
+
+    def _refill_swapped(
+        self, group: SubGroup, names: list[str], fillers: Mapping[str, RecordFiller]
+    ) -> None:
+        transaction = self._require_store().begin_write(group.key, self._generation)
+        try:
+            for index in range(group.num_chunks):
+                placements, nbytes = place(group.specs, names, *group.chunk_bounds(index))
+                with RecordBuffer(self._lease_now(nbytes), placements) as buffer:
+                    for name in names:
+                        fillers[name](buffer.placements[name].start, buffer.tensor(name))
+                    transaction.write(buffer.pieces(), owner=buffer).result()
+        except BaseException as error:
+            transaction.abort()
+            if transaction.is_in_place and isinstance(error, Exception):
+                self._fail(error)
+            raise
+        transaction.seal(self._meta.get(group.key, b"")).result()
 
     def tag_resident(self, key: str, record: str) -> None:
         """Keep a record in RAM from now on: reads it if needed (blocking)."""
@@ -98,6 +142,11 @@ class RecordAccess(SwapperBase):
         self._transfer(group, home, [record])
         self._move_home(group, group.resident - {record}, {})
         self._states[key] = SubGroupState.OUT
+
+    def _settle_unread(self, group: SubGroup, record: str) -> None:
+        # What is in RAM of a record that swapping in does not read may be undefined.
+        if not group.specs[record].is_read and record not in group.resident:
+            self._settle(group)
 
     def _check_span(self, group: SubGroup, record: str, start: int, tensor: torch.Tensor) -> None:
         spec = self._spec(group, record)
@@ -168,7 +217,11 @@ class RecordAccess(SwapperBase):
         unit = group.chunk_unit_numel
         hi = min(group.specs[record].numel, -(-stop // unit) * unit)
         placements, nbytes = place(group.specs, [record], start // unit * unit, hi)
-        return RecordBuffer(self._pool.lease(nbytes), placements)
+        return RecordBuffer(self._lease_now(nbytes), placements)
+
+    def _lease_now(self, nbytes: int) -> Lease:
+        """Lease memory for a moment; what is cached makes room for it."""
+        return self._pool.lease(nbytes)
 
     def _transfer(self, group: SubGroup, buffer: RecordBuffer, names: Iterable[str]) -> None:
         """Write records of a buffer to storage and seal them, blocking."""
@@ -176,11 +229,13 @@ class RecordAccess(SwapperBase):
         transaction.write(buffer.pieces(names), owner=buffer).result()
         transaction.seal(self._meta.get(group.key, b"")).result()
 
-    def _read_pieces(self, group: SubGroup, buffer: RecordBuffer) -> None:
-        """Read everything that a buffer is laid out for, blocking."""
+    def _read_pieces(
+        self, group: SubGroup, buffer: RecordBuffer, names: Iterable[str] | None = None
+    ) -> None:
+        """Read records (default: all) that a buffer is laid out for, blocking."""
         began = time.perf_counter()
         try:
-            future = self._require_store().read(group.key, buffer.pieces(), owner=buffer)
+            future = self._require_store().read(group.key, buffer.pieces(names), owner=buffer)
             self._stats.read_bytes += future.result()
         except (AioError, CorruptionError) as error:
             self._fail(error)

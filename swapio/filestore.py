@@ -17,7 +17,8 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from swapio.aio import Engine
@@ -25,7 +26,6 @@ from swapio.catalog import Catalog
 from swapio.committer import Committer
 from swapio.errors import AioError, ClosedError, ConfigError, SwapStateError
 from swapio.holds import FileHold, locate_slot
-from swapio.slotfiles import num_links
 from swapio.slots import Slot, SubGroup
 from swapio.store import (
     CommitRecord,
@@ -287,6 +287,35 @@ class FileStore(SwapStore):
         with self._shared.lock:
             return len(sub_group.free_slots(in_place=self.durability == "checkpoint"))
 
+    def note_checkpoint(self, path: str) -> None:
+        """Remember the last checkpoint, so that after a crash the next run can name it."""
+        self._check()
+        self._folders.checkpoint = path
+        self._catalog.write_manifest("open")
+
+    def short_of_slots(self, keys: Iterable[str], freed: Collection[Path] = ()) -> list[str]:
+        """Return those of `keys` that the steps to come would have no slot for.
+
+        Args:
+            keys: Sub-groups, of which the LIVE slots count as held.
+            freed: Folders of checkpoints' files that will be removed.
+        """
+        needed = 1 if self.durability == "checkpoint" else 2
+        short = []
+        for key in keys:
+            sub_group = self._fenced(key)
+            with self._shared.lock:
+                free = [
+                    slot
+                    for slot in sub_group.slots
+                    if slot is not sub_group.live
+                    and not (slot.num_holds or slot.num_commits or slot.is_target)
+                    and not slot.is_linked_without(freed)
+                ]
+            if len(free) < needed:
+                short.append(key)
+        return short
+
     def _check(self) -> None:
         if self._is_closed:
             raise ClosedError(f"the store in {self._folders.folders[0]} was closed")
@@ -332,7 +361,7 @@ class FileStore(SwapStore):
         free = sub_group.free_slots(in_place=in_place)
         if not free:
             for slot in sub_group.slots:
-                slot.is_linked = slot.is_linked and num_links(slot.files) > 1
+                slot.refresh_links()
             free = sub_group.free_slots(in_place=in_place)
         if not free:
             return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from swapio.align import BLOCK_BYTES
+from swapio.checksum import Hashes
 from swapio.errors import SwapStateError
 from swapio.slots import Slot, SubGroup
 from swapio.store import FilePiece, Hold, Piece, SlotLocation, TransferFuture
@@ -54,6 +56,34 @@ class FileHold(Hold):
     def slots(self) -> list[tuple[SubGroup, Slot]]:
         """The held sub-groups and slots."""
         return list(self._held.values())
+
+    def hashes(self, key: str, record: str) -> Hashes:
+        """Return the checksums of a record's blocks; empty if there are none."""
+        sub_group, slot = self._get(key)
+        place = sub_group.layout.places[record]
+        if not self._shared.mover.has_checksums:
+            return slot.hashes[:0].copy()
+        end = place.first_block - (-place.nbytes // BLOCK_BYTES)
+        return slot.hashes[place.first_block : end].copy()
+
+    def sync(self) -> None:
+        """Wait until all that the held slots consist of is on storage."""
+        engine = self._shared.mover.engine
+        files = {f.fd: f for _, slot in self._held.values() for f in slot.files if f is not None}
+        for future in [engine.fsync(file) for file in files.values()]:
+            future.result()
+
+    def hand_over(self, links: Mapping[Path, Path]) -> None:
+        """Release; the slots stay as they are for as long as the links are there.
+
+        Args:
+            links: The other name of each of the slots' files.
+        """
+        with self._shared.lock:
+            for _, slot in self._held.values():
+                slot.is_linked = True
+                slot.links += [links[Path(f.path)] for f in slot.files if f is not None][:1]
+            self.release()
 
     def release(self, keys: Iterable[str] | None = None) -> None:
         """Let the slots be written again; see `Hold.release`."""

@@ -41,6 +41,7 @@ def read_previous(folder: Path) -> tuple[PreviousRun | None, Manifest | None]:
         pid=manifest.pid,
         host=manifest.host,
         started=manifest.started,
+        checkpoint=manifest.checkpoint,
     )
     return previous, manifest
 

@@ -142,19 +142,35 @@ class SwapperBase:
         if self._store is not None:
             self._store.allocate(progress)
         for group in new:
-            self._dirty[group.key] = set()
-            self._fill_resident(group, pool or self._pool)
+            # The first commit must find them on storage, also if no step touches them.
+            self._dirty[group.key] = set(group.resident) if self._writes_through else set()
+            for name, record in self._lease_home(group, pool or self._pool).items():
+                group.specs[name].fill(0, record)
             if group.swapped:
                 self._fill_swapped(group)
 
-    def _fill_resident(self, group: SubGroup, pool: BufferPool) -> None:
+    def take_up(self, step: int) -> None:
+        """Instead of `allocate`, after the store recovered `step`: read the resident records.
+
+        Blocks until they are there.
+        """
+        self._check()
+        self._generation = step + 1
+        for group in self._groups.values():
+            self._dirty[group.key] = set()
+            for name in self._lease_home(group, self._pool):
+                home = self._home[group.key]
+                pieces = home.pieces([name])
+                self._require_store().read(group.key, pieces, owner=home).result()
+
+    def _lease_home(self, group: SubGroup, pool: BufferPool) -> dict[str, torch.Tensor]:
+        """Lease memory for the resident records of a sub-group and return them by name."""
         names = [name for name in group.specs if name in group.resident]
         if not names:
-            return
+            return {}
         placements, nbytes = place(group.specs, names, 0, None)
-        self._home[group.key] = RecordBuffer(pool.lease(nbytes), placements)
-        for name in names:
-            group.specs[name].fill(0, self._home[group.key].tensor(name))
+        home = self._home[group.key] = RecordBuffer(pool.lease(nbytes), placements)
+        return {name: home.tensor(name) for name in names}
 
     def _fill_swapped(self, group: SubGroup) -> None:
         """Write the first contents chunk by chunk: streamed groups may exceed the pool."""
@@ -168,6 +184,14 @@ class SwapperBase:
                     group.specs[name].fill(placements[0].start, buffer.tensor(name))
                 transaction.write(buffer.pieces(), owner=lease).result()
         transaction.seal(self._meta.get(group.key, b"")).result()
+
+    def records(self, key: str) -> Mapping[str, RecordSpec]:
+        """The records of a sub-group."""
+        return self._group(key).specs
+
+    def swapped_records(self, key: str) -> list[str]:
+        """Names of the records of a sub-group that live on storage."""
+        return self._group(key).swapped
 
     # -- counters and end
 

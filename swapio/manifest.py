@@ -42,6 +42,7 @@ class Manifest:
         host: Its machine.
         started: When it began, seconds since the epoch.
         groups: File groups as plain data, see `describe_groups`.
+        checkpoint: The last checkpoint that was saved from, or loaded into, the store; or empty.
     """
 
     store_id: str
@@ -55,6 +56,7 @@ class Manifest:
     host: str
     started: float
     groups: tuple[dict[str, Any], ...]
+    checkpoint: str = ""
 
 
 def describe_groups(groups: Sequence[tuple[FileGroup, int]]) -> tuple[dict[str, Any], ...]:

@@ -14,18 +14,18 @@ Facts about this kind of storage, and what follows from them:
 
 Invariants:
 - at most `stream_bytes` of the pool hold chunks;
-- a chunk is not read before the last write of its sub-group is complete and sealed;
+- a chunk is not read before the last write of it is complete and sealed; the sub-group's other
+  chunks may be on their way to storage meanwhile;
 - no transfer is started after the first failure; chunks with unsaved bytes stay in RAM.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from swapio.buffers import BufferPool
+from swapio.buffers import BufferPool, Lease
 from swapio.cache import ChunkId, Geometry, Item, ItemState, Schedule
 from swapio.errors import AioError, CorruptionError, PoolExhaustedError, SwapStateError
 from swapio.store import SwapStore
@@ -215,26 +215,12 @@ class PipelinedSwapper(WriteBehind):
                 self._fence(key)
             super().drain()
 
-    def flush(self) -> None:
-        """Write every dirty chunk, also those kept for the next sweep, and drain."""
-        with self._lock:
-            for item in self._cache:
-                if item.state is ItemState.DIRTY and item not in self._queued:
-                    item.keep = True
-                    self._queued.append(item)
-            self.drain()
-
-    def close(self) -> None:
-        """Give up all memory; unsaved chunks are lost (drain or flush before)."""
-        if not self._closed and os.getpid() == self._pid:
-            self._abandon()
-        super().close()
-
     # -- what views call ---------------------------------------------------------------------
 
     def whole(self, group: SubGroup) -> Sequence[RecordBuffer]:
         """The whole records of a sub-group; loads them, which blocks."""
         with self._lock:
+            self._settle_home(group.key)
             if group.swapped and group.key not in self._buffers:
                 if group.num_chunks == 1:
                     item = self._obtain(group, 0)
@@ -265,6 +251,7 @@ class PipelinedSwapper(WriteBehind):
         with self._lock:
             order = self._enter(group)
         home = self._home.get(group.key)
+        self._settle_home(group.key)
         for index in order:
             with self._lock:
                 item = self._obtain(group, index)
@@ -314,7 +301,7 @@ class PipelinedSwapper(WriteBehind):
             key, index = schedule.chunks[schedule.ahead]
             if schedule.ahead >= schedule.position and self._cache.get((key, index)) is None:
                 group = self._groups[key]
-                if key in self._open or not self._sealed(key):
+                if self._must_seal(key, index) or not self._sealed(key):
                     return
                 if not self._cache.has_room(self._geometry.of(group, index)[1]):
                     return
@@ -338,7 +325,9 @@ class PipelinedSwapper(WriteBehind):
         item = Item((group.key, index), buffer, nbytes)
         self._cache.add(item)
         try:
-            item.future = self._require_store().read(group.key, buffer.pieces(), owner=buffer)
+            item.future = self._require_store().read(
+                group.key, buffer.pieces(group.readable), owner=buffer
+            )
         except BaseException:
             self._cache.drop(item)
             raise
@@ -349,7 +338,8 @@ class PipelinedSwapper(WriteBehind):
         self._check()
         item = self._cache.get((group.key, index))
         if item is None:
-            self._fence(group.key)
+            if self._must_seal(group.key, index) or group.key not in self._open:
+                self._fence(group.key)
             self._make_room(self._geometry.of(group, index)[1])
             item = self._read_now(group, index)
         elif item.state is not ItemState.READING:
@@ -463,6 +453,7 @@ class PipelinedSwapper(WriteBehind):
             self._schedule.ahead = self._schedule.position
 
     def _held(self, group: SubGroup, record: str, element: int) -> RecordBuffer | None:
+        self._settle_home(group.key)
         held = super()._held(group, record, element)
         if held is not None or record in group.resident:
             return held
@@ -490,11 +481,17 @@ class PipelinedSwapper(WriteBehind):
         else:
             self._taint(item, [record])
 
-    def _abandon(self) -> None:
-        """Wait for transfers in flight without looking at their results, then drop all chunks."""
-        for item in self._cache:
-            if item.future is not None:
-                item.future.exception()
-            self._cache.drop(item)
-        for handle in self._seals.values():
-            handle.exception()
+    def _lease_now(self, nbytes: int) -> Lease:
+        """Lease beside the chunks; give all of them up if they are in the way."""
+        if nbytes <= self._cache.limit_bytes:
+            self._make_room(nbytes)
+        try:
+            return self._pool.lease(nbytes)
+        except PoolExhaustedError:
+            self.flush()
+            for item in self._cache:
+                if item.state is ItemState.READING:
+                    self._complete_read(item)
+                self._cache.drop(item)
+            self._schedule.ahead = self._schedule.position
+            return self._pool.lease(nbytes)

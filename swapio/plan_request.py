@@ -125,8 +125,12 @@ def record_bytes(numel: int, record: RecordSize) -> int:
 
 @_cached
 def ram_bytes(group: SubGroupSize) -> int:
-    """Return what the records take when they are resident; a written parameter is the user's."""
-    sizes = [record_bytes(group.numel, r) for r in group.records if r.is_read]
+    """Return what the records take when they are resident.
+
+    A written parameter too: it is copied there, because what is on its way to storage must not
+    change, and the user's tensor may at any time.
+    """
+    sizes = [record_bytes(group.numel, r) for r in group.records]
     return placed_bytes(sizes) if sizes else 0
 
 

@@ -29,8 +29,9 @@ from swapio.plan_forms import TIE_BYTES_PER_BLOCK, RecordSize, SubGroupSize
 from swapio.plan_rates import rates_of
 from swapio.plan_request import must_stay, ram_bytes, small_bytes, step_bytes, tagged
 from swapio.plan_staging import NO_STAGING, Staging, stagings
+from swapio.resume import take_up_commit
 from swapio.runstats import runtime_stats
-from swapio.store import SwapStore
+from swapio.store import CommitRecord, SwapStore
 from swapio.subgroup import RecordSpec, SubGroup
 from swapio.swapper import PartitionedSwapper
 from swapio.tracing import Tracer, trace_path
@@ -70,6 +71,7 @@ class GroupRequest:
             RecordSize(
                 name,
                 spec.dtype.itemsize,
+                is_read=spec.is_read,
                 is_resident=name in self.resident,
                 numel=spec.numel if is_whole else 0,
             )
@@ -86,6 +88,8 @@ class SwapRuntime:
         config: The settings.
         requests: The sub-groups, in the order in which they are stepped.
         workspace_bytes: Scratch memory of the caller that host_memory must cover too.
+        resume: Take up the last commit instead of filling in first contents.
+        step: The commit to take up, where ranks must agree on one; None is the newest.
 
     Attributes:
         config: The settings it was opened with.
@@ -94,15 +98,24 @@ class SwapRuntime:
         engine: The I/O engine; None with state in RAM.
         store: The file store; None with state in RAM.
         tracer: Collects the time line under `trace`, else None.
+        recovered: The commit that was taken up; None without `resume`, or if there was none.
 
     Raises:
         ConfigError: The budget is too small; the message gives the number that would do.
+        CheckpointError: With `resume`: there are commits, but none that is whole and fits.
     """
 
     def __init__(
-        self, config: SwapConfig, requests: Sequence[GroupRequest], *, workspace_bytes: int = 0
+        self,
+        config: SwapConfig,
+        requests: Sequence[GroupRequest],
+        *,
+        workspace_bytes: int = 0,
+        resume: bool = False,
+        step: int | None = None,
     ) -> None:
         self.config = config
+        self.recovered: CommitRecord | None = None
         self.tracer = None if config.trace is None else Tracer(trace_path(config.trace))
         self.engine: Engine | None = None
         self.store: FileStore | None = None
@@ -123,7 +136,12 @@ class SwapRuntime:
             resident = set(self.plan.resident)
             for index, request in enumerate(requests):
                 self._register(request, whole=index in resident)
-            self.swapper.allocate()
+            record = take_up_commit(self.store, step, resume=resume)
+            if record is not None and resume:
+                self.recovered = record
+                self.swapper.take_up(record.step)
+            else:
+                self.swapper.allocate()
             self._stack = stack.pop_all()
 
     def add(self, requests: Sequence[GroupRequest], *, workspace_bytes: int = 0) -> list[SubGroup]:

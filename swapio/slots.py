@@ -11,13 +11,16 @@ is a target only in place, and only if it is not HELD.
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from swapio.aio import File
 from swapio.checksum import Hashes
 from swapio.errors import SwapStateError
+from swapio.slotfiles import num_links
 from swapio.striping import FileGroup, SubGroupLayout
 from swapio.tasks import Task
 
@@ -45,7 +48,9 @@ class Slot:
         meta: The blob it was sealed with.
         num_holds: Holds that pin it.
         num_commits: Commits that need it.
-        is_linked: Its files have other names, so a checkpoint of an earlier run may need it.
+        is_linked: A checkpoint needs it, as far as is known: see `refresh_links`.
+        links: The names that checkpoints of this run gave to one of its files; empty when it is
+            linked by an earlier run, of which only the number of names is known.
         bad: Why a block cannot be read, by block number; the error is raised to a reader.
         has_failed: A write to it failed since it was last sealed: other slots are preferred.
         is_target: The open transaction, or a seal on its way, writes it.
@@ -61,9 +66,22 @@ class Slot:
     num_holds: int = 0
     num_commits: int = 0
     is_linked: bool = False
+    links: list[Path] = field(default_factory=list)
     bad: dict[int, BaseException] = field(default_factory=dict)
     has_failed: bool = False
     is_target: bool = False
+
+    def is_linked_without(self, freed: Collection[Path] = ()) -> bool:
+        """Whether checkpoints need it other than those whose files lie in the folders `freed`."""
+        if self.links:
+            # Small sub-groups share files: other names of a file may be for another one's sake.
+            return any(link.parent not in freed and link.exists() for link in self.links)
+        return self.is_linked and num_links(self.files) > 1
+
+    def refresh_links(self) -> None:
+        """Take note of checkpoints that were removed."""
+        self.is_linked = self.is_linked_without()
+        self.links = [link for link in self.links if link.exists()]
 
     @property
     def is_pinned(self) -> bool:

@@ -93,6 +93,7 @@ class PreviousRun(NamedTuple):
         pid: Its process id.
         host: Where it ran.
         started: When, in seconds since the epoch.
+        checkpoint: The last checkpoint it saved or loaded; empty if there was none.
     """
 
     was_closed: bool
@@ -101,6 +102,7 @@ class PreviousRun(NamedTuple):
     pid: int
     host: str
     started: float
+    checkpoint: str = ""
 
 
 class StoreStats(NamedTuple):

@@ -48,6 +48,7 @@ class StoreFolders:
         files: The slot files.
         log: The commit files.
         store_id: Names the content; 32 hexadecimal digits.
+        checkpoint: The last checkpoint, for the manifest.
 
     Raises:
         ConfigError: If an argument or a path is unusable.
@@ -82,6 +83,7 @@ class StoreFolders:
                 note_filesystem(folder)
             self.previous, self.previous_manifest = _find_previous(self.folders)
             self.pattern = self._choose_pattern(weights)
+            self.checkpoint = "" if self.previous is None else self.previous.checkpoint
             self.files = SlotFiles(engine, self.folders, lock_timeout)
             self.log = CommitLog(engine, self.folders[0], lock_timeout)
         except BaseException as error:
@@ -149,6 +151,7 @@ class StoreFolders:
                 host=socket.gethostname(),
                 started=self._started,
                 groups=describe_groups(groups),
+                checkpoint=self.checkpoint,
             )
             write_manifest(folder, manifest)
             sync_folder(folder.parent)

@@ -50,11 +50,14 @@ class RecordSpec:
         dtype: Any torch dtype of 1, 2, 4 or 8 bytes.
         init: First content: a number, a tensor of the same numel, or `fill(start, out)` which
             writes elements `start:start + out.numel()` into the 1-D tensor `out`.
+        is_read: False for a record that is only ever written: swapping in leaves its memory
+            undefined, and whoever changes a chunk fills it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     init: RecordInit = 0.0
+    is_read: bool = True
 
     @property
     def numel(self) -> int:
@@ -184,6 +187,11 @@ class SubGroup:
     def swapped(self) -> list[str]:
         """Names of the records that live on storage."""
         return [name for name in self.specs if name not in self.resident]
+
+    @property
+    def readable(self) -> list[str]:
+        """Names of the records that swapping in reads, if they are swapped."""
+        return [name for name, spec in self.specs.items() if spec.is_read]
 
     @property
     def swapped_nbytes(self) -> int:

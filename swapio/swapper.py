@@ -134,7 +134,7 @@ class PartitionedSwapper(RecordAccess):
         if self._store is None or not self._writes_through:
             return TransferHandle()
         for key, group in self._groups.items():
-            if self._dirty[key] and self._states[key] is SubGroupState.RESIDENT:
+            if self._dirty[key] & group.resident:
                 self._write_through(group)
         return TransferHandle([self._store.commit(step, payload, scalars)])
 
@@ -143,6 +143,13 @@ class PartitionedSwapper(RecordAccess):
         self._check()
         if self._store is not None:
             self._store.drain()
+
+    def flush(self) -> None:
+        """Write everything that differs from storage, and drain; it stays in RAM."""
+        for key, state in list(self._states.items()):
+            if state is SubGroupState.DIRTY:
+                self._store_buffer(self._group(key))
+        self.drain()
 
     # -- what views call
 
@@ -194,13 +201,13 @@ class PartitionedSwapper(RecordAccess):
         buffer = RecordBuffer(lease, placements)
         self._states[group.key] = SubGroupState.READING
         try:
-            self._read_pieces(group, buffer)
+            self._read_pieces(group, buffer, group.readable)
         except BaseException:
             lease.release()
             self._states[group.key] = SubGroupState.OUT
             raise
         self._buffers[group.key] = buffer
-        self._dirty[group.key] = set()
+        self._dirty[group.key] &= group.resident
         self._states[group.key] = SubGroupState.CLEAN
 
     def _store_buffer(self, group: SubGroup) -> None:
@@ -224,8 +231,9 @@ class PartitionedSwapper(RecordAccess):
         if store is None or not self._writes_through:
             self._dirty[group.key].clear()
             return
-        self._write_sealed(group, self._home[group.key], self._dirty[group.key], None)
-        self._dirty[group.key].clear()
+        names = self._dirty[group.key] & group.resident
+        self._write_sealed(group, self._home[group.key], names, None)
+        self._dirty[group.key] -= names
 
     def _write_sealed(
         self,

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from swapio.buffers import BufferPool
 from swapio.cache import ChunkCache, Item, ItemState
 from swapio.errors import AioError, SwapStateError
 from swapio.store import SwapStore, WriteTransaction
+from swapio.subgroup import SubGroup
 from swapio.swapper import PartitionedSwapper
 from swapio.views import TransferHandle
 
@@ -52,6 +54,8 @@ class WriteBehind(PartitionedSwapper):
         self._open: dict[str, WriteTransaction] = {}
         self._ending: set[str] = set()
         self._seals: dict[str, TransferHandle] = {}
+        self._written: dict[str, set[int]] = {}  # chunks in the open transaction
+        self._home_writes: dict[str, TransferHandle] = {}
 
     @property
     def cached_bytes(self) -> int:
@@ -69,6 +73,9 @@ class WriteBehind(PartitionedSwapper):
         queued, self._queued = self._queued, []
         for item in queued:
             self._submit_write(item)
+        # Only now: an earlier seal would leave the rest of a sub-group for another transaction.
+        for key in list(self._ending):
+            self._end_transaction(key)
         if not self._pipeline_write:
             while self._writing:
                 self._wait_writing(self._writing[0])
@@ -78,12 +85,12 @@ class WriteBehind(PartitionedSwapper):
         if key not in self._open:
             self._fence(key)
             self._open[key] = self._require_store().begin_write(key, self._generation)
+            self._written[key] = set()
+        self._written[key].add(item.id[1])
         pieces = item.buffer.pieces(item.dirty)
         item.future = self._open[key].write(pieces, owner=item.buffer)
         item.state = ItemState.WRITING
         self._writing.append(item)
-        if key in self._ending:
-            self._end_transaction(key)
 
     def _reap(self) -> None:
         """Take note of completed writes; never blocks."""
@@ -144,13 +151,54 @@ class WriteBehind(PartitionedSwapper):
             return
         self._ending.discard(key)
         transaction = self._open.pop(key)
+        del self._written[key]
+        self._seal_with_home(key, transaction)
+
+    def _seal_with_home(self, key: str, transaction: WriteTransaction) -> None:
+        """Write changed resident records through, if that is asked for, and seal."""
+        names = self._dirty[key] & self._groups[key].resident
+        if names and self._writes_through:
+            home = self._home[key]
+            write = transaction.write(home.pieces(names), owner=home)
+            self._home_writes[key] = TransferHandle([write])
+            self._stats.write_bytes += write.nbytes
+            self._dirty[key] -= names
         self._seals[key] = TransferHandle([transaction.seal(self._meta.get(key, b""))])
+
+    def _settle_home(self, key: str) -> None:
+        """Wait until resident records are no longer read by a write: they are about to change."""
+        handle = self._home_writes.pop(key, None)
+        if handle is None:
+            return
+        began = time.perf_counter()
+        try:
+            handle.result()
+        except AioError as error:
+            self._fail(error)
+            raise
+        finally:
+            self._stats.stall_seconds += time.perf_counter() - began
+
+    def _write_through(self, group: SubGroup) -> None:
+        """Start to copy changed resident records to storage; does not block."""
+        if not self._pipeline_write or not self._writes_through:
+            super()._write_through(group)
+            return
+        self._fence(group.key)
+        transaction = self._require_store().begin_write(group.key, self._generation)
+        self._seal_with_home(group.key, transaction)
+
+    def _must_seal(self, key: str, index: int) -> bool:
+        """Whether chunk `index` must be sealed before it can be read."""
+        return index in self._written.get(key, ())
 
     def _sealed(self, key: str) -> bool:
         """Whether the last transaction of `key` is sealed; never blocks."""
         handle = self._seals.get(key)
         if handle is None:
             return True
+        if key in self._open:
+            return True  # that seal was waited for when the transaction was opened
         if not handle.done():
             return False
         self._fence(key)
@@ -171,3 +219,28 @@ class WriteBehind(PartitionedSwapper):
             except AioError as error:
                 self._fail(error)
                 raise
+
+    def flush(self) -> None:
+        """Write every dirty chunk, also those kept for the next sweep, and drain."""
+        with self._lock:
+            for item in self._cache:
+                if item.state is ItemState.DIRTY and item not in self._queued:
+                    item.keep = True
+                    self._queued.append(item)
+            self._flush_queue()
+            super().flush()
+
+    def close(self) -> None:
+        """Give up all memory; unsaved chunks are lost (drain or flush before)."""
+        if not self._closed and os.getpid() == self._pid:
+            self._abandon()
+        super().close()
+
+    def _abandon(self) -> None:
+        """Wait for transfers in flight without looking at their results, then drop all chunks."""
+        for item in self._cache:
+            if item.future is not None:
+                item.future.exception()
+            self._cache.drop(item)
+        for handle in self._seals.values():
+            handle.exception()

@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "policy": (
         *("residency", "plan", "plan_*", "subgroup", "views", "lifecycle", "access", "gradients"),
         *("cache", "writebehind", "swapper", "pipeline", "runtime", "runstats", "tracing"),
-        *("turns", "path_rates"),
+        *("turns", "path_rates", "resume"),
     ),
     "durability": ("checkpoint", "checkpoint.*"),
     "optim": ("optim", "optim.*"),

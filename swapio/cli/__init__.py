@@ -22,6 +22,8 @@ COMMANDS = {
     "bench": "bench",
     "tune": "tune",
     "plan": "plan",
+    "verify": "verify",
+    "inspect": "inspect",
     "config": "config_show",
     "report": "report",
     "demo": "demo",

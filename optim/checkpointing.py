@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of an optimizer goes into a checkpoint, and how it comes out again.
+
+Each sub-group becomes a pack: its swapped records are the held slot, its resident records and the
+parameters (which are masters, or their upper halves) are written from RAM.
+
+Invariant: nothing here knows the names of any optimizer's state: what is there is saved, and what
+the loading optimizer asks for is looked up by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.buffers import Lease
+from swapio.checkpoint import CheckpointReader, Contents, PackContents, RamArray
+from swapio.checkpoint.manifest import ParameterEntry, Run
+from swapio.checkpoint.reader import dtype_of
+from swapio.errors import CheckpointError
+from swapio.optim import kernels
+from swapio.optim.commit_scalars import encode_group
+from swapio.optim.filling import shaped
+from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo, flat
+from swapio.optim.masters import Masters
+from swapio.swapper import PartitionedSwapper
+
+TIES = "master_ties"
+
+
+class Loaded(NamedTuple):
+    """What `load` found.
+
+    Attributes:
+        step: Steps taken when the checkpoint was made.
+        tag: Its name.
+        payload: The bytes that `commit_payload` was when it was made.
+        missing: Parameters of this optimizer that it lacks; empty with strict=True.
+        unexpected: Parameters that only it has.
+    """
+
+    step: int
+    tag: str
+    payload: bytes
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def memory_order(param: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions of a dense tensor from the slowest to the fastest in memory."""
+    dims = range(param.dim())
+    return tuple(sorted(dims, key=lambda d: (-param.stride(d), d)))
+
+
+# -- saving ----------------------------------------------------------------------------------
+
+
+def contents_of(
+    layout: Layout,
+    swapper: PartitionedSwapper,
+    masters: Masters,
+    counts: npt.NDArray[np.int64],
+    groups: Sequence[dict[str, Any]],
+    *,
+    step: int,
+    payload: bytes,
+) -> Contents:
+    """Describe a checkpoint of an optimizer whose swapper was flushed."""
+    keys = list(layout.groups)
+    packs = [_pack(layout, swapper, masters, layout.groups[key]) for key in keys]
+    number_of = {key: number for number, key in enumerate(keys)}
+    parameters = [
+        ParameterEntry(
+            info.name,
+            tuple(info.param.shape),
+            memory_order(info.param),
+            str(info.param.dtype).removeprefix("torch."),
+            int(counts[info.index]),
+            tuple(
+                Run(number_of[span.key], span.offset, span.position, span.numel)
+                for span in layout.spans(info.index)
+            ),
+        )
+        for info in layout.infos
+    ]
+    name_of = {id(info.param): info.name for info in layout.infos}
+    plain = tuple(
+        {
+            "hyper": encode_group(group),
+            "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of],
+        }
+        for group in groups
+    )
+    return Contents(step, packs, parameters, plain, {"num_steps": step}, payload)
+
+
+def _pack(
+    layout: Layout, swapper: PartitionedSwapper, masters: Masters, packed: PackedGroup
+) -> PackContents:
+    key = packed.key
+    records = swapper.records(key)
+    swapped = set(swapper.swapped_records(key)) - {"param"}
+    held = {
+        name: str(spec.dtype).removeprefix("torch.")
+        for name, spec in records.items()
+        if name in swapped
+    }
+    ram = {
+        name: _resident_array(swapper, key, name, spec.dtype, spec.nbytes)
+        for name, spec in records.items()
+        if name not in swapped and name != "param"
+    }
+    if packed.bucket.form is not MasterForm.SEPARATE:
+        ram["param"] = _param_array(layout, packed)
+    if packed.bucket.form is MasterForm.SPLIT:
+        ram[TIES] = _bytes_array("uint32", masters.ties_of(packed, 0, packed.numel))
+    return PackContents(packed.numel, key if held else "", held, ram)
+
+
+def _resident_array(
+    swapper: PartitionedSwapper, key: str, name: str, dtype: torch.dtype, nbytes: int
+) -> RamArray:
+    def fill(start: int, lease: Lease, length: int) -> None:
+        out = lease.tensor(dtype, (length // dtype.itemsize,))
+        swapper.read(key, name, out, start=start // dtype.itemsize)
+
+    return RamArray(str(dtype).removeprefix("torch."), nbytes, fill)
+
+
+def _param_array(layout: Layout, packed: PackedGroup) -> RamArray:
+    dtype = packed.bucket.dtype
+    units, width = packed.units, dtype.itemsize
+
+    def fill(start: int, lease: Lease, length: int) -> None:
+        # A window is whole units, so this is a list of copies.
+        rows = units.slice_of(start // width, (start + length) // width)
+        infos = layout.infos
+        source = np.array(
+            [infos[index].param.data_ptr() for index in units.param[rows]], np.uint64
+        ) + (units.offset[rows] * width).astype(np.uint64)
+        target = (units.position[rows] * width - start).astype(np.uint64)
+        kernels.copy_spans(source, target + np.uint64(lease.address), units.numel[rows] * width)
+
+    return RamArray(str(dtype).removeprefix("torch."), packed.numel * width, fill)
+
+
+def _bytes_array(dtype: str, values: npt.NDArray[Any]) -> RamArray:
+    data = values.tobytes()
+
+    def fill(start: int, lease: Lease, length: int) -> None:
+        lease.memory[:length] = data[start : start + length]
+
+    return RamArray(dtype, len(data), fill)
+
+
+# -- loading ---------------------------------------------------------------------------------
+
+
+class CheckpointSource:
+    """State and masters of a checkpoint, for `filling.fill`."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        infos: Sequence[ParameterInfo],
+        found: Mapping[int, ParameterEntry],
+    ) -> None:
+        self._reader = reader
+        self._infos = infos
+        self._found = found
+        self._records = {index: reader.records(entry) for index, entry in found.items()}
+        self._ties: dict[int, npt.NDArray[np.uint32]] = {}
+        self._ordered: tuple[tuple[int, str], torch.Tensor] | None = None
+
+    def dtypes(self, index: int) -> dict[str, str]:
+        """The records that the checkpoint has of a parameter."""
+        return self._records.get(index, {})
+
+    def has(self, index: int, name: str) -> bool:
+        """Whether the checkpoint has a record, or something to make the master of."""
+        records = self._records.get(index, {})
+        return bool(records) if name == "master" else name in records
+
+    def read(self, index: int, name: str, offset: int, out: torch.Tensor) -> None:
+        """Fill `out` from element `offset` of a parameter; see `filling.Source`."""
+        entry, param = self._found[index], self._infos[index].param
+        if entry.order == memory_order(param):
+            self._read(index, entry, name, offset, out)
+            return
+        # Another memory format: the parameter is turned as a whole.
+        if self._ordered is None or self._ordered[0] != (index, name):
+            stored = torch.empty(param.numel(), dtype=out.dtype)
+            self._read(index, entry, name, 0, stored)
+            dims = [entry.shape[dim] for dim in entry.order]
+            inverse = [entry.order.index(dim) for dim in range(len(dims))]
+            memory = torch.empty(param.numel(), dtype=out.dtype)
+            shaped(memory, param).copy_(stored.view(dims).permute(inverse))
+            self._ordered = ((index, name), flat(memory))
+        out.copy_(self._ordered[1][offset : offset + out.numel()])
+
+    def _read(
+        self, index: int, entry: ParameterEntry, name: str, offset: int, out: torch.Tensor
+    ) -> None:
+        records = self._records[index]
+        if name != "master" or "master" in records:
+            self._read_as(entry, name, records[name], offset, out)
+        elif "master_low" in records:
+            self._join(entry, records["param"], offset, out)
+        elif "param" in records:
+            self._read_as(entry, "param", records["param"], offset, out)
+        else:
+            raise CheckpointError(f"the checkpoint has no weights of {entry.name!r}")
+
+    def _read_as(
+        self, entry: ParameterEntry, name: str, dtype: str, offset: int, out: torch.Tensor
+    ) -> None:
+        stored = dtype_of(dtype)
+        if stored is out.dtype:
+            self._reader.read(entry, name, offset, out)
+            return
+        memory = torch.empty(out.numel(), dtype=stored)
+        self._reader.read(entry, name, offset, memory)
+        out.copy_(memory)
+
+    def _join(self, entry: ParameterEntry, dtype: str, offset: int, out: torch.Tensor) -> None:
+        """Put a split master together."""
+        high = torch.empty(out.numel(), dtype=dtype_of(dtype))
+        low = torch.empty(out.numel(), dtype=torch.int16)
+        self._reader.read(entry, "param", offset, high)
+        self._reader.read(entry, "master_low", offset, low)
+        for pack, position, first, count in self._reader.positions(entry, offset, out.numel()):
+            part = slice(first - offset, first - offset + count)
+            ties = self._pack_ties(pack)
+            lo, hi = np.searchsorted(ties, (position, position + count))
+            kernels.join_master_spans(
+                [high[part].data_ptr()],
+                [low[part].data_ptr()],
+                [out[part].data_ptr()],
+                [count],
+                [position],
+                ties=ties[lo:hi],
+            )
+
+    def _pack_ties(self, pack: int) -> npt.NDArray[np.uint32]:
+        if pack not in self._ties:
+            record = self._reader.manifest.packs[pack].records[TIES]
+            data = np.empty(record.nbytes, np.uint8)
+            self._reader.read_bytes(pack, TIES, 0, data)
+            self._ties = {pack: data.view(np.uint32)}
+        return self._ties[pack]
+
+
+def match_parameters(
+    infos: Sequence[ParameterInfo], reader: CheckpointReader, *, strict: bool
+) -> tuple[dict[int, ParameterEntry], tuple[str, ...], tuple[str, ...]]:
+    """Find each parameter in the checkpoint: entries by index, missing, unexpected names.
+
+    Raises:
+        CheckpointError: A shape differs, or with `strict` a parameter is on one side only.
+    """
+    found = {
+        info.index: reader.parameters[info.name] for info in infos if info.name in reader.parameters
+    }
+    for index, entry in found.items():
+        if entry.shape != tuple(infos[index].param.shape):
+            raise CheckpointError(
+                f"parameter {entry.name!r} has shape {entry.shape} in the checkpoint, "
+                f"{tuple(infos[index].param.shape)} here"
+            )
+    names = {info.name for info in infos}
+    missing = tuple(info.name for info in infos if info.index not in found)
+    unexpected = tuple(name for name in reader.parameters if name not in names)
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the checkpoint lacks {list(missing[:5])} ({len(missing)}) and has besides "
+            f"{list(unexpected[:5])} ({len(unexpected)}); pass named_parameters() to both "
+            "optimizers, or strict=False"
+        )
+    return found, missing, unexpected
+
+
+def match_groups(
+    groups: Sequence[dict[str, Any]], infos: Sequence[ParameterInfo], saved: Sequence[Any]
+) -> list[dict[str, Any] | None]:
+    """Find the saved hyperparameters of each param group, by its first known parameter."""
+    of_name = {name: entry["hyper"] for entry in saved for name in entry["params"]}
+    name_of = {id(info.param): info.name for info in infos}
+    return [
+        next(
+            (of_name[n] for n in (name_of.get(id(p)) for p in group["params"]) if n in of_name),
+            None,
+        )
+        for group in groups
+    ]
