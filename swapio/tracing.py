@@ -24,8 +24,9 @@ from swapio.host_limits import local_ranks
 from swapio.store import Piece, SwapStore, TransferFuture, WriteTransaction
 
 EVENTS_MAX = 200_000
-POLL_SECONDS = 0.003
+POLL_SECONDS = 0.005
 WAIT_SECONDS_MIN = 20e-6  # shorter waits are the cost of asking
+_MISSES_MAX = 4
 LANES = ("step", "update", "wait", "checksum", "read", "write", "seal", "commit")
 
 _Item = TypeVar("_Item")
@@ -131,12 +132,16 @@ class Tracer:
             time.sleep(POLL_SECONDS)
 
     def _reap(self) -> None:
-        for _ in range(len(self._in_flight)):
-            lane, name, begin, future = self._in_flight.popleft()
+        """Note what is over. Transfers end about in order, so a few that are not end the search."""
+        waiting = []
+        while self._in_flight and len(waiting) < _MISSES_MAX:
+            entry = self._in_flight.popleft()
+            lane, name, begin, future = entry
             if self._is_over(future):
                 self.add(lane, name, begin, time.perf_counter(), future.nbytes)
             else:
-                self._in_flight.append((lane, name, begin, future))
+                waiting.append(entry)
+        self._in_flight.extendleft(reversed(waiting))
 
     @staticmethod
     def _is_over(future: TransferFuture) -> bool:
