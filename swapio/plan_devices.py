@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `swapio tune` measured on this machine, by device, so that it need not be given again.
+"""What is known of the devices under some paths: free space, and what `swapio tune` measured.
 
-A small JSON file in the user's cache folder. Invariant: nothing depends on it but predictions and
-the shares of a device that reports name; what the configuration says wins.
+Rates are in a small JSON file in the user's cache folder. Invariant: nothing depends on it but
+predictions, and the shares of a device that reports name; what the configuration says wins.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def known_rates(paths: Sequence[str]) -> Rates | None:
     known = _load()
     devices = {}
     for path in paths:
-        folder = next((p for p in (Path(path), *Path(path).parents) if p.is_dir()), None)
+        folder = _existing(path)
         if folder is not None:
             devices[_key(folder)] = known.get(_key(folder))
     found = [entry for entry in devices.values() if entry]
@@ -54,6 +55,21 @@ def known_rates(paths: Sequence[str]) -> Rates | None:
         return Rates(**{name: sum(int(entry[name]) for entry in found) for name in _NAMES})
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def free_bytes(paths: Sequence[str]) -> int | None:
+    """Return the free space of the paths together, each device once; None without paths."""
+    devices = {}
+    for path in paths:
+        folder = _existing(path)
+        if folder is not None:
+            devices[folder.stat().st_dev] = shutil.disk_usage(folder).free
+    return sum(devices.values()) if devices else None
+
+
+def _existing(path: str) -> Path | None:
+    """Return the folder, or the nearest above it that exists."""
+    return next((p for p in (Path(path), *Path(path).parents) if p.is_dir()), None)
 
 
 def _key(folder: Path) -> str:

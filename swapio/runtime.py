@@ -25,6 +25,7 @@ from swapio.filestore import FileStore
 from swapio.path_rates import measure_weights
 from swapio.pipeline import PipelinedSwapper
 from swapio.plan import Plan, PlanRequest, evaluate_plan, make_plan
+from swapio.plan_devices import free_bytes
 from swapio.plan_forms import TIE_BYTES_PER_BLOCK, RecordSize, SubGroupSize
 from swapio.plan_rates import rates_of
 from swapio.plan_request import must_stay, ram_bytes, small_bytes, step_bytes, tagged
@@ -398,7 +399,10 @@ def plan_request(
     Without a path, host_memory="auto" has no limit: all state is in RAM because the user said so.
     """
     sizes = [request.size for request in requests]
-    more: dict[str, Any] = {"rates": rates_of(config)}
+    more: dict[str, Any] = {
+        "rates": rates_of(config),
+        "disk_free_bytes": free_bytes(config.paths),
+    }
     if not config.paths and config.host_memory == "auto":
         request = PlanRequest.from_config(config, sizes, host_memory=0)
         more["host_memory"] = workspace_bytes + sum(

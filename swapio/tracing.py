@@ -133,7 +133,7 @@ class Tracer:
 
     def _reap(self) -> None:
         """Note what is over. Transfers end about in order, so a few that are not end the search."""
-        waiting = []
+        waiting: list[tuple[str, str, float, TransferFuture]] = []
         while self._in_flight and len(waiting) < _MISSES_MAX:
             entry = self._in_flight.popleft()
             lane, name, begin, future = entry

@@ -3,8 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # No deadline: other work on the machine must not fail a test.
 settings.register_profile("swapio", deadline=None, print_blob=True)
 settings.load_profile("swapio")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Rates that `swapio tune` measured here must neither be seen nor replaced by tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

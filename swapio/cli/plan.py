@@ -6,9 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swapio.cli.plan_model import TensorInfo, read_model
@@ -58,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 when the disk is too small, ConfigError when host_memory is."""
     from swapio.config_flags import from_arguments
     from swapio.plan import PlanRequest, make_plan
+    from swapio.plan_devices import free_bytes
 
     config = from_arguments(args, prefix="")
     if args.world_size < 1:
@@ -231,13 +230,3 @@ def _source_of_rates(config: SwapConfig) -> str:
         f"speeds of the drives as `swapio tune` found them: read {read:.2f}, write {write:.2f}, "
         f"both at once {mixed:.2f} GB/s"
     )
-
-
-def free_bytes(paths: Sequence[str]) -> int | None:
-    """Return the free space of the paths together, each device once; None without paths."""
-    devices = {}
-    for path in paths:
-        folder = next((p for p in (Path(path), *Path(path).parents) if p.is_dir()), None)
-        if folder is not None:
-            devices[folder.stat().st_dev] = shutil.disk_usage(folder).free
-    return sum(devices.values()) if devices else None

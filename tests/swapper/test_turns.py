@@ -174,3 +174,21 @@ def test_when_turns_are_taken(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert SwapConfig().resolve_take_turns()
     assert not SwapConfig(take_turns="off").resolve_take_turns()
+
+
+UNCLOSED = """
+import sys, torch
+from swapio.optim import AdamW
+param = torch.nn.Parameter(torch.ones(3 << 20))
+opt = AdamW([param], swap={{"path": {folder!r}, "host_memory": "12MiB", "take_turns": "on"}})
+param.grad = torch.ones_like(param)
+opt.step()
+"""
+
+
+def test_a_run_that_does_not_close_ends(tmp_path):
+    code = UNCLOSED.format(folder=str(tmp_path / "s"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
