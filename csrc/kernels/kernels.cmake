@@ -13,6 +13,11 @@ target_link_libraries(swapio_kernels PRIVATE Threads::Threads swapio_warnings)
 # No contraction: every level must round as the scalar one does. No errno from sqrt: with it the
 # compiler cannot vectorise around the call.
 target_compile_options(swapio_kernels PRIVATE -ffp-contract=off -fno-math-errno)
+if(SWAPIO_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # Checks as calls and line tables only: the inlined kernels compile four times faster.
+  target_compile_options(swapio_kernels PRIVATE
+    -g1 --param=asan-instrumentation-with-call-threshold=0)
+endif()
 set(hash_sources ${kernels}/hash_generic.c)
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
