@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             "path": scratch,
             "host_memory": args.host_memory,
             "sub_group_numel": args.sub_group_numel,
+            "trace": str(Path(scratch) / "trace.json"),
         }
         runs = [
             _train(args, text, "state in RAM", None, device),
@@ -172,7 +173,7 @@ def _train(
     from torch.optim.lr_scheduler import LambdaLR
 
     from swapio.demo.data import batches
-    from swapio.demo.observe import Observer, Run, counters_of
+    from swapio.demo.observe import Observer, Run, counters_of, read_trace
     from swapio.demo.train import train
 
     model = _build(args)
@@ -189,4 +190,6 @@ def _train(
         seen.stats = counters_of(optimizer)
         seen.state_bytes = float(seen.stats.get("host_bytes", 0))
         seen.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    if swap is not None:
+        seen.events = read_trace(Path(swap["trace"]))
     return seen

@@ -6,17 +6,15 @@ Invariant: the training loop and the optimizer are the same with and without it.
 
 from __future__ import annotations
 
+import json
 import re
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-
-SAMPLE_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,12 @@ class Step:
         return self.update_end - self.update_start
 
 
-@dataclass
-class Sample:
-    """Bytes moved since construction, at a moment."""
+class Event(NamedTuple):
+    """What a lane ("update", "read", "write", "wait", ...) did, in seconds on `perf_counter`."""
 
-    time: float
-    read_bytes: float
-    write_bytes: float
+    lane: str
+    begin: float
+    end: float
 
 
 @dataclass
@@ -83,7 +80,7 @@ class Run:
     num_parameters: int
     tokens_per_step: int
     steps: list[Step] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     state_bytes: float = 0.0
@@ -135,7 +132,6 @@ class Observer:
         quiet: bool = False,
     ) -> None:
         self._run, self._optimizer, self._device = run, optimizer, device
-        self._num_steps = num_steps
         self._bar = tqdm(total=num_steps, desc=run.label, unit="step", disable=quiet)
         self._hooks = [
             model.register_forward_hook(self._on_forward_end),
@@ -143,8 +139,7 @@ class Observer:
             optimizer.register_step_post_hook(self._on_update_end),
         ]
         self._counters = self._before_update = counters_of(optimizer)
-        self._sampler: Sampler | None = None
-        self._step = self._next_step()
+        self._step = Step(start=time.perf_counter())
 
     def __call__(self, loss: float) -> None:
         """End the current step."""
@@ -158,25 +153,13 @@ class Observer:
         self._run.steps.append(step)
         self._run.process_bytes = max(self._run.process_bytes, process_bytes())
         self._show(step)
-        self._step = self._next_step()
+        self._step = Step(start=time.perf_counter())
 
     def close(self) -> None:
         """Take the hooks away and end the bar."""
         for hook in self._hooks:
             hook.remove()
-        self._stop_sampler()
         self._bar.close()
-
-    def _next_step(self) -> Step:
-        self._stop_sampler()
-        if len(self._run.steps) == self._num_steps - 1 and self._counters:
-            self._sampler = Sampler(self._optimizer, self._run.samples)
-        return Step(start=time.perf_counter())
-
-    def _stop_sampler(self) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
-            self._sampler = None
 
     def _on_forward_end(self, *_: object) -> None:
         self._step.forward_end = time.perf_counter()
@@ -210,22 +193,12 @@ def _growth(name: str, before: dict[str, Any], after: dict[str, Any]) -> float:
     return float(after.get(name, 0)) - float(before.get(name, 0))
 
 
-class Sampler:
-    """Reads an optimizer's counters in a thread of its own until `stop`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> None:
-        self._optimizer, self._samples = optimizer, samples
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="swapio-demo-sampler", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while not self._done.wait(SAMPLE_SECONDS):
-            counters = counters_of(self._optimizer)
-            moved = (float(counters.get(name, 0)) for name in ("read_bytes", "write_bytes"))
-            self._samples.append(Sample(time.perf_counter(), *moved))
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._done.set()
-        self._thread.join()
+def read_trace(file: Path) -> list[Event]:
+    """Read the time line that an optimizer wrote under `trace`."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    began = document["otherData"]["began"] - time.time() + time.perf_counter()
+    return [
+        Event(event["cat"], began + event["ts"] / 1e6, began + (event["ts"] + event["dur"]) / 1e6)
+        for event in document["traceEvents"]
+        if event["ph"] == "X"
+    ]

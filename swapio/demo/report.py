@@ -122,42 +122,28 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     axes.legend()
 
 
+LANES = ("model", "step()", "update", "wait", "read", "write")
+
+
 def _draw_time_line(axes: Axes, run: Run) -> None:
+    """Draw the last step: what the training thread did, and the optimizer's lanes below."""
     step = run.steps[-1]
-    phases = (
-        ("forward", step.start, step.forward_end, "tab:blue"),
-        ("backward", step.forward_end, step.update_start, "tab:purple"),
-        ("optimizer.step()", step.update_start, step.update_end, "tab:green"),
-    )
-    for name, start, end, color in phases:
-        begin, length = (start - step.start) * 1e3, (end - start) * 1e3
-        axes.axvspan(begin, begin + length, color=color, alpha=0.15)
-        axes.text(begin + length / 2, 1.02, name, color=color, ha="center", va="bottom",
-                  transform=axes.get_xaxis_transform())  # fmt: skip
-    times, read, written = _rates(run, step)
-    axes.step(times, read, where="pre", label="read", color="tab:orange")
-    axes.step(times, written, where="pre", label="written", color="tab:red")
-    axes.set(xlabel="milliseconds since the step began", ylabel="GB/s")
-    axes.set_title(f"The last step, {run.label}", pad=22)
+    spans: list[tuple[str, float, float, str]] = [
+        ("model", step.start, step.forward_end, "tab:blue"),
+        ("model", step.forward_end, step.update_start, "tab:purple"),
+        ("step()", step.update_start, step.update_end, "tab:green"),
+    ]
+    colors = {"update": "tab:green", "wait": "tab:gray", "read": "tab:orange", "write": "tab:red"}
+    for lane, begin, end in run.events:
+        if lane in colors and end > step.start and begin < step.end:
+            spans.append((lane, begin, end, colors[lane]))
+    for lane, begin, end, color in spans:
+        begin, end = max(begin, step.start), min(end, step.end)
+        bar = [((begin - step.start) * 1e3, (end - begin) * 1e3)]
+        axes.broken_barh(bar, (LANES.index(lane) - 0.4, 0.8), color=color, alpha=0.55, linewidth=0)
+    for name, begin, end, _ in (("forward", *spans[0][1:]), ("backward", *spans[1][1:])):
+        axes.text(((begin + end) / 2 - step.start) * 1e3, 0, name, ha="center", va="center")
+    axes.set_yticks(range(len(LANES)), LANES)
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds since the step began", title=f"The last step, {run.label}")
     axes.set_xlim(0, (step.end - step.start) * 1e3)
-    axes.set_ylim(bottom=0)
-    if times:
-        axes.legend(loc="upper left")
-
-
-def _rates(run: Run, step: Step) -> tuple[list[float], list[float], list[float]]:
-    """Turn counter samples to rates over windows of about a hundredth of the step."""
-    window = (step.end - step.start) / 100
-    times: list[float] = []
-    read: list[float] = []
-    written: list[float] = []
-    previous = run.samples[0] if run.samples else None
-    for sample in run.samples:
-        if previous is None or sample.time - previous.time < window:
-            continue
-        seconds = sample.time - previous.time
-        times.append((sample.time - step.start) * 1e3)
-        read.append((sample.read_bytes - previous.read_bytes) / seconds / 1e9)
-        written.append((sample.write_bytes - previous.write_bytes) / seconds / 1e9)
-        previous = sample
-    return times, read, written
