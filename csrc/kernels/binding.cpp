@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <exception>
@@ -261,7 +262,7 @@ void set_threads_(int num_threads_wanted, const std::vector<int>& cores) {
   if (num_threads_wanted < 1) throw py::value_error("num_threads must be at least 1");
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) CPU_ZERO(&allowed);
+  if (sched_getaffinity(getpid(), sizeof allowed, &allowed) != 0) CPU_ZERO(&allowed);
   for (const int core : cores) {
     if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(static_cast<size_t>(core), &allowed)) {
       throw py::value_error("core " + std::to_string(core) +
@@ -313,7 +314,8 @@ void define_data(py::module_& m) {
 }
 
 void define_settings(py::module_& m) {
-  m.def("simd_level", [] { return std::string(current_level().name); }, "The level in use.");
+  m.def(
+      "simd_level", [] { return std::string(current_level().name); }, "The level in use.");
   m.def("simd_levels", &supported_levels, "The levels that run here, slowest first.");
   m.def("set_simd_level", &select_level, py::arg("name"), "Choose a level, or 'auto'.");
   m.def("set_threads", &set_threads_, py::arg("num_threads"), py::arg("cores") = std::vector<int>{},

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +18,15 @@
 
 namespace swapio {
 namespace {
+
+// The main thread's mask stands for the process: the thread that happens to call first may be bound
+// to its own share of the cores, which the pool's threads would inherit.
+cpu_set_t process_mask() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  if (sched_getaffinity(getpid(), sizeof mask, &mask) != 0) CPU_ZERO(&mask);
+  return mask;
+}
 
 struct alignas(64) Range {
   std::atomic<int64_t> next{0};
@@ -100,12 +110,14 @@ class Pool {
   }
 
   void bind(size_t index) const {
-    if (cores_.empty()) return;
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(static_cast<size_t>(cores_[index % cores_.size()]), &set);
-    // set_threads has tried every core; one that went offline since only loses the binding.
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    cpu_set_t mask = process_mask();
+    if (!cores_.empty()) {
+      CPU_ZERO(&mask);
+      CPU_SET(static_cast<size_t>(cores_[index % cores_.size()]), &mask);
+    }
+    // The cores were checked when they were set; one that went offline since is not worth a
+    // failure.
+    pthread_setaffinity_np(pthread_self(), sizeof mask, &mask);
   }
 
   Job* joinable() {
@@ -186,10 +198,9 @@ void replace_pool(std::shared_ptr<Pool> fresh) {
 }  // namespace
 
 int default_num_threads() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  int cores = static_cast<int>(std::thread::hardware_concurrency());
-  if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
+  const cpu_set_t mask = process_mask();
+  int cores = CPU_COUNT(&mask);
+  if (cores == 0) cores = static_cast<int>(std::thread::hardware_concurrency());
   const char* ranks = std::getenv("LOCAL_WORLD_SIZE");
   const int num_ranks = ranks == nullptr ? 1 : std::max(1, std::atoi(ranks));
   return std::max(1, cores / num_ranks);

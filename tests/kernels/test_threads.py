@@ -251,10 +251,11 @@ print(count() - before)
 
 def test_threads_are_bound_to_the_cores_given() -> None:
     core = min(os.sched_getaffinity(0))
+    tensors = state()  # before the count: torch makes threads of its own
     before = tasks()
     kernels.set_threads(2, [core])
     assert kernels.thread_cores() == [core]
-    kernels.adam_step(*state(), step=1)
+    kernels.adam_step(*tensors, step=1)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:  # a thread binds itself as its first act
         fresh = tasks() - before
@@ -268,6 +269,27 @@ def test_threads_are_bound_to_the_cores_given() -> None:
         kernels.set_threads(2, [100_000])
     with pytest.raises(ValueError, match="at least 1"):
         kernels.set_threads(0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_bound_caller_does_not_bind_the_pool() -> None:
+    """Whoever calls first makes the pool's threads, and a thread inherits its maker's mask."""
+    every, one = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    tensors, seen = state(), []
+    before = tasks()
+    kernels.set_threads(3)
+
+    def call() -> None:
+        os.sched_setaffinity(0, {one})  # this thread only
+        kernels.adam_step(*tensors, step=1)
+        time.sleep(0.3)
+        fresh = tasks() - before - {str(threading.get_native_id())}
+        seen.extend(os.sched_getaffinity(int(task)) for task in fresh)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    assert seen == [every, every]
 
 
 @pytest.mark.parametrize("level", ["", "auto", *kernels.simd_levels()])
