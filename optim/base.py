@@ -257,6 +257,11 @@ def _checked_config(config: SwapConfig) -> SwapConfig:
             "this optimizer leaves gradients in p.grad, where autograd accumulates them in the "
             "parameter's dtype; leave it at 'float32'"
         )
+    if config.swap_gradients:
+        raise ConfigError(
+            "swap_gradients=True is for engines that hand gradient fragments to a swapper "
+            "(put_gradient), but this optimizer leaves gradients in p.grad; set it to False"
+        )
     return config
 
 

@@ -262,7 +262,8 @@ class SwapConfig:
         "",
         values.word,
         "text",
-        "Name of the sub-folder of this optimizer; empty picks one that is free.",
+        "Name of the sub-folder of this optimizer; empty picks one that is free, named by the rank"
+        " where there are several (RANK, WORLD_SIZE).",
         "empty: two optimizers of one process never share files.",
     )
     read_bandwidth: int | None = setting(

@@ -89,6 +89,13 @@ def local_ranks(environment: Mapping[str, str] | None = None) -> int:
     return max(1, int(text)) if text.strip().isdigit() else 1
 
 
+def rank_name(environment: Mapping[str, str] | None = None) -> str:
+    """Return "rank3" in a run of several ranks (RANK, WORLD_SIZE), else an empty string."""
+    found = os.environ if environment is None else environment
+    rank, size = found.get("RANK", ""), found.get("WORLD_SIZE", "")
+    return f"rank{rank}" if rank.isdigit() and size.isdigit() and int(size) > 1 else ""
+
+
 def auto_cpu_threads(
     affinity: Sequence[int] | None = None,
     root: Path = Path("/"),

@@ -22,6 +22,7 @@ from swapio.config import SwapConfig
 from swapio.config_values import format_size
 from swapio.errors import ConfigError
 from swapio.filestore import FileStore
+from swapio.host_limits import rank_name
 from swapio.path_rates import measure_weights
 from swapio.pipeline import PipelinedSwapper
 from swapio.plan import Plan, PlanRequest, evaluate_plan, make_plan
@@ -269,7 +270,8 @@ class SwapRuntime:
                 checksum=config.checksum,
                 lock_timeout=config.lock_timeout,
                 weights=self._weights(engine),
-                namespace=config.namespace,
+                # Ranks may be given the same folder: each has its own part of the state.
+                namespace=config.namespace or rank_name(),
             )
         )
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from swapio.host_limits import local_ranks
+from swapio.host_limits import rank_name
 from swapio.store import Piece, SwapStore, TransferFuture, WriteTransaction
 
 EVENTS_MAX = 200_000
@@ -179,11 +179,9 @@ class Tracer:
 
 
 def trace_path(path: str) -> Path:
-    """Return the file of this process: ranks of one host write one each."""
-    found, rank = Path(path), os.environ.get("RANK", "")
-    if local_ranks() > 1 and rank.isdigit():
-        return found.with_name(f"{found.stem}.rank{rank}{found.suffix}")
-    return found
+    """Return the file of this process: each rank writes its own."""
+    found, rank = Path(path), rank_name()
+    return found.with_name(f"{found.stem}.{rank}{found.suffix}") if rank else found
 
 
 def _tid(lanes: Sequence[str], lane: str, row: int) -> int:

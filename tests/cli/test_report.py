@@ -106,7 +106,7 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
 
 
 def test_a_runtime_alone_is_traced(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     config = SwapConfig(path=tmp_path, host_memory="16MiB", trace=str(tmp_path / "t.json"))
     records = {"x": RecordSpec((8 << 20,), torch.float32)}

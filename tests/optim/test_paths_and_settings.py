@@ -100,9 +100,13 @@ def test_committed_state_keeps_its_pattern(tmp_path):
             assert second.recover().step == 1
 
 
-def test_accumulation_in_bfloat16_is_refused():
-    with pytest.raises(ConfigError, match="streamed gradients"):
-        AdamW([torch.nn.Parameter(torch.zeros(4))], swap={"accumulation_dtype": "bfloat16"})
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [({"accumulation_dtype": "bfloat16"}, "streamed"), ({"swap_gradients": True}, "put_gradient")],
+)
+def test_settings_about_gradients_that_stay_in_p_grad_are_refused(setting, reason):
+    with pytest.raises(ConfigError, match=reason):
+        AdamW([torch.nn.Parameter(torch.zeros(4))], swap=setting)
 
 
 def test_kernel_threads_are_bound_to_the_cores_given():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swapio.errors import ConfigError
-from swapio.host_limits import auto_cpu_threads, local_ranks, memory_limits
+from swapio.host_limits import auto_cpu_threads, local_ranks, memory_limits, rank_name
 
 GIB = 1 << 30
 
@@ -123,3 +123,9 @@ def test_cpu_quota_of_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert auto_cpu_threads(None, tmp_path, {}) == 16
     tree(tmp_path, {folder + "cpu.cfs_quota_us": 400000})
     assert auto_cpu_threads(None, tmp_path, {}) == 4
+
+
+def test_ranks_have_names() -> None:
+    assert rank_name({"RANK": "3", "WORLD_SIZE": "4"}) == "rank3"
+    for alone in ({}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "x"}):
+        assert rank_name(alone) == ""

@@ -192,3 +192,41 @@ def test_a_run_that_does_not_close_ends(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+RANK = """
+import sys, torch
+from swapio.optim import AdamW
+param = torch.nn.Parameter(torch.ones(3 << 20))
+with AdamW([param], swap={{"path": {folder!r}, "host_memory": "12MiB", "lock_timeout": 1}}) as opt:
+    print("open", flush=True)
+    sys.stdin.readline()
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        opt.step()
+    opt.synchronize()
+    print(param[0].item(), opt.stats()["turn_wait_seconds"] > 0, flush=True)
+"""
+
+
+def test_two_ranks_share_a_folder_and_its_device(tmp_path):
+    code = RANK.format(folder=str(tmp_path / "s"))
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank in "01"
+    ]
+    for child in children:
+        assert child.stdout.readline() == "open\n"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    said = [child.communicate(timeout=120)[0].split() for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    assert said[0][0] == said[1][0]
+    assert said[0][1] == "True"
