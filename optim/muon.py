@@ -25,21 +25,26 @@ from swapio.optim.base import SwapSetting
 from swapio.optim.context import StepContext
 from swapio.optim.layout import MUON_RULE, Bucket, MasterForm, PackedGroup, ParameterInfo, flat
 from swapio.optim.muon_groups import Route, format_routes
-from swapio.optim.muon_math import (
-    AdjustLr,
-    MatrixLayout,
-    adjusted_lr,
-    apply_update,
-    matrix_layout,
-    momentum_step,
+from swapio.optim.muon_math import AdjustLr, MatrixLayout
+from swapio.optim.muon_settings import (
+    ADAM_DEFAULTS,
+    MUON_DEFAULTS,
+    MUON_ONLY,
+    check_muon_group,
+    layout_of,
+    planned,
+    route_of,
+    use_muon,
 )
 from swapio.optim.muon_update import (
+    MASTER_RECORDS,
     Scratch,
     ScratchNeed,
     Weights,
-    block_matrices,
+    joins_master,
     scratch_need,
     spread,
+    step_matrices,
     tensor_at,
 )
 from swapio.optim.newton_schulz import (
@@ -47,16 +52,12 @@ from swapio.optim.newton_schulz import (
     DEFAULT_EPS,
     DEFAULT_STEPS,
     Coefficients,
-    newton_schulz,
     newton_schulz_flops,
-    resolve_coefficients,
 )
 from swapio.optim.registration import Listed, text
 from swapio.runtime import GroupRequest
 from swapio.views import Chunk
 
-_ADAM_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8}
-_MUON_ONLY = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -123,7 +124,8 @@ class Muon(AdamRuleMixin):
         self._matrices: dict[int, MatrixLayout] = {}
         self._costs: dict[str, float] = {}
         self._need = ScratchNeed()
-        self._scratch: Scratch | None = None
+        self._verified: dict[int, Any] = {}
+        self._scratch = Scratch(self._need, "auto")
         self._num_newton_schulz = 0
         defaults = {
             "lr": lr,
@@ -150,28 +152,21 @@ class Muon(AdamRuleMixin):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group for Muon, or with `use_muon=False` for AdamW; see SwapOptimizer."""
         if isinstance(param_group, dict):
-            param_group["use_muon"] = _use_muon(param_group)
-            more = {"num_heads": 1, "muon_view": "auto"}
-            for name, value in (more if param_group["use_muon"] else _ADAM_DEFAULTS).items():
+            param_group["use_muon"] = use_muon(param_group)
+            more = MUON_DEFAULTS if param_group["use_muon"] else ADAM_DEFAULTS
+            for name, value in more.items():
                 param_group.setdefault(name, value)
-        need = self._need
-        try:
-            super().add_param_group(param_group)
-        except BaseException:
-            self._need = need
-            raise
+        super().add_param_group(param_group)
         if not param_group["use_muon"]:
-            for name in _MUON_ONLY:
+            for name in MUON_ONLY:
                 param_group.pop(name, None)
-        if self._ready:
-            self._reserve()
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Validate a param group; see SwapOptimizer."""
         if not group["use_muon"]:
             check_adam_group(group)
         else:
-            _check_muon_group(group)
+            check_muon_group(group)
             if self.config.stochastic_rounding:
                 raise ConfigError("stochastic_rounding is for AdamW only: Muon rounds to nearest")
         super().check_group(group)
@@ -180,7 +175,7 @@ class Muon(AdamRuleMixin):
             for position, param in enumerate(group["params"]):
                 name = names[position] if names else f"number {position} of its group"
                 if param.requires_grad:
-                    _layout_of(str(name), param, group)
+                    layout_of(str(name), param, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of torch.optim.Muon; see SwapOptimizer.
@@ -191,10 +186,10 @@ class Muon(AdamRuleMixin):
         for at, (mine, theirs) in enumerate(
             zip(self.param_groups, state_dict["param_groups"], strict=False)
         ):
-            if _use_muon({"use_muon": mine["use_muon"], **theirs}) != mine["use_muon"]:
+            if use_muon({"use_muon": mine["use_muon"], **theirs}) != mine["use_muon"]:
                 raise ValueError(
-                    f"param group {at} was stepped by {_rule(theirs)} when the state was saved, "
-                    f"and is stepped by {_rule(mine)} here"
+                    f"param group {at} was stepped by {route_of(theirs)} when the state was saved, "
+                    f"and is stepped by {route_of(mine)} here"
                 )
         super().load_state_dict(state_dict)
 
@@ -202,16 +197,55 @@ class Muon(AdamRuleMixin):
 
     def rule_of(self, group: dict[str, Any]) -> str:
         """Muon unless the group says otherwise."""
-        return _rule(group)
+        return route_of(group)
 
     def state_records(self, rule: str) -> dict[str, torch.dtype]:
         """momentum_buffer, or AdamW's moments."""
         return {"momentum_buffer": torch.float32} if rule == MUON_RULE else self.adam_records()
 
     def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
-        """Write an AdamW group's hyperparameters into a row of the kernel's table."""
-        if not group["use_muon"]:
+        """Write an AdamW group's hyperparameters into a row of the kernel's table.
+
+        Raises:
+            ConfigError: A setting is out of range, or not what the state was laid out for; nothing
+                has been stepped.
+        """
+        if use_muon(group):
+            check_muon_group(group)
+        else:
             fill_adam_hyper(row, group, decoupled=True)
+        seen = planned(group)
+        if self._verified.get(id(group)) != seen:
+            self._verify(group)
+            self._verified[id(group)] = seen
+
+    def _verify(self, group: dict[str, Any]) -> None:
+        """Compare a group with what its parameters were laid out for."""
+        for param in group["params"]:
+            index = int(self._table.indices_of([param])[0])
+            if index < 0:  # still frozen
+                continue
+            info = self._layout.infos[index]
+            if info.bucket.rule != route_of(group):
+                raise ConfigError(
+                    f"parameter {info.name} was routed to {info.bucket.rule} at construction, but "
+                    f"its group says {route_of(group)} now; routes cannot change later"
+                )
+            if info.bucket.rule != MUON_RULE:
+                continue
+            layout = self._matrices[index]
+            if layout_of(info.name, info.param, group) != layout:
+                raise ConfigError(
+                    f"parameter {info.name} was laid out as {layout.num_matrices} matrices of "
+                    f"{layout.rows}x{layout.cols}; num_heads and muon_view cannot change later"
+                )
+            need = self._need_of(info, layout, group)
+            if need | self._need != self._need:
+                raise ConfigError(
+                    f"ns_coefficients or ns_steps were changed so that {info.name} needs "
+                    f"{need.nbytes} bytes of scratch memory, but {self._need.nbytes} were reserved "
+                    "at construction; make the optimizer with the larger setting"
+                )
 
     def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
         """What all sub-groups requested so far need, the largest matrix decides."""
@@ -225,7 +259,7 @@ class Muon(AdamRuleMixin):
     def _bucket(self, member: Listed) -> Bucket:
         bucket = super()._bucket(member)
         if bucket.is_whole:
-            layout = _layout_of(text(member.name), member.param, member.group)
+            layout = layout_of(text(member.name), member.param, member.group)
             self._listed_matrices[id(member.param)] = (layout, member.group)
         return bucket
 
@@ -238,26 +272,38 @@ class Muon(AdamRuleMixin):
             info = self._layout.infos[index]
             layout, group = self._listed_matrices[id(info.param)]
             self._matrices[index] = layout
-            self._need |= scratch_need(
-                layout,
-                group,
-                is_contiguous=info.param.is_contiguous(),
-                joins=_joins(info),
-                ns_dtype=self._ns_dtype,
-            )
+            self._need |= self._need_of(info, layout, group)
             flops += newton_schulz_flops(layout.shape, group["ns_coefficients"], group["ns_steps"])
         self._costs[packed.key] = flops
         return dataclasses.replace(request, streamed=False)
 
+    def _need_of(
+        self, info: ParameterInfo, layout: MatrixLayout, group: dict[str, Any]
+    ) -> ScratchNeed:
+        return scratch_need(
+            layout,
+            group,
+            is_contiguous=info.param.is_contiguous(),
+            joins=joins_master(info),
+            ns_dtype=self._ns_dtype,
+        )
+
+    def _enlarge(self, infos: Sequence[ParameterInfo]) -> None:
+        need = self._need
+        try:
+            super()._enlarge(infos)
+        except BaseException:
+            self._need = need
+            self._listed_matrices.clear()
+            raise
+        self._reserve()
+
     def _reserve(self) -> None:
         """Have the scratch memory that is needed by now."""
-        if self._scratch is not None and self._scratch.need == self._need:
+        if self._scratch.need == self._need:
             return
-        if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
-        if self._need.nbytes:
-            self._scratch = Scratch(self._need, self.config.huge_pages)
+        self._scratch.close()
+        self._scratch = Scratch(self._need, self.config.huge_pages)
 
     def _group_of(self, index: int) -> dict[str, Any]:
         group: dict[str, Any] = self.param_groups[self._group_index()[index]]
@@ -289,70 +335,24 @@ class Muon(AdamRuleMixin):
         run = slice(start, start + layout.numel)
         dtype = step.gradients.dtypes.get(index, step.gradients.dtype or info.param.dtype)
         gradient = tensor_at(int(step.gradients.address[index]), layout.numel, dtype)
-        record = _MASTER_RECORDS.get(info.form)
-        weights = Weights(
-            info.form, flat(info.param), chunk[record][run] if record else None, start
+        record = MASTER_RECORDS.get(info.form)
+        master = chunk[record][run] if record else None
+        weights = Weights(info.form, flat(info.param), master, start)
+        ties = step_matrices(
+            weights,
+            gradient,
+            chunk["momentum_buffer"][run],
+            self._group_of(index),
+            scale=step.scale,
+            layout=layout,
+            shaped_as=None if info.param.is_contiguous() else info.param,
+            ties=lambda first, last: self._masters.ties_of(packed, first, last),
+            scratch=self._scratch,
+            ns_dtype=self._ns_dtype,
         )
-        block = layout.numel
-        if info.param.is_contiguous():
-            block = block_matrices(layout, self._ns_dtype) * layout.rows * layout.cols
-        ties = []
-        for first in range(0, layout.numel, block):
-            last = min(layout.numel, first + block)
-            momentum = chunk["momentum_buffer"][start + first : start + last]
-            part = weights.part(first, last)
-            old = self._masters.ties_of(packed, start + first, start + last)
-            ties.append(
-                self._step_block(info, step.scale, momentum, gradient[first:last], part, old)
-            )
         if info.form is MasterForm.SPLIT:
-            self._masters.replace_ties(packed, rows, np.concatenate(ties), chunk)
+            self._masters.replace_ties(packed, rows, ties, chunk)
         self._num_newton_schulz += layout.num_matrices
-
-    def _step_block(
-        self,
-        info: ParameterInfo,
-        scale: float,
-        momentum: torch.Tensor,
-        gradient: torch.Tensor,
-        part: Weights,
-        ties: Any,
-    ) -> Any:
-        """Momentum, Newton-Schulz and update of some whole matrices; the new ties."""
-        scratch = self._scratch
-        if scratch is None:
-            raise ConfigError("Muon has no scratch memory: it was closed")
-        group, layout = self._group_of(info.index), self._matrices[info.index]
-        shaped = _as_is if info.param.is_contiguous() else _shaped_as(info.param)
-        update = scratch.update[: momentum.numel()]
-        momentum_step(
-            shaped(momentum),
-            shaped(gradient),
-            update if shaped is _as_is else update.view(info.param.shape),
-            beta=group["momentum"],
-            nesterov=group["nesterov"],
-            grad_scale=scale,
-        )
-        matrices = update.view(-1, layout.rows, layout.cols)
-        newton_schulz(
-            matrices,
-            group["ns_coefficients"],
-            group["ns_steps"],
-            group["eps"],
-            dtype=self._ns_dtype,
-            out=matrices,
-            workspace=scratch.workspace,
-        )
-        weights = part.load(scratch.master, ties)
-        lr = float(group["lr"])
-        apply_update(
-            shaped(weights),
-            update if shaped is _as_is else update.view(info.param.shape),
-            lr=lr,
-            update_lr=adjusted_lr(lr, layout.rows, layout.cols, group["adjust_lr_fn"]),
-            weight_decay=group["weight_decay"],
-        )
-        return part.store(weights)
 
     # -- reports and end ---------------------------------------------------------------------
 
@@ -380,62 +380,5 @@ class Muon(AdamRuleMixin):
     def close(self) -> None:
         """Finish transfers and give up memory and files. Idempotent."""
         super().close()
-        if self._closed and self._scratch is not None:
+        if self._closed:
             self._scratch.close()
-            self._scratch = None
-
-
-_MASTER_RECORDS = {MasterForm.SEPARATE: "master", MasterForm.SPLIT: "master_low"}
-
-
-def _joins(info: ParameterInfo) -> bool:
-    """Whether the fp32 weights must be put together in a buffer."""
-    low = info.form is MasterForm.NONE and info.param.dtype is not torch.float32
-    return low or info.form is MasterForm.SPLIT
-
-
-def _as_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _shaped_as(param: torch.Tensor) -> Any:
-    """Elements in the memory order of `param`, seen in its logical shape."""
-    return lambda memory: torch.as_strided(memory, param.shape, param.stride())
-
-
-def _layout_of(name: str, param: torch.Tensor, group: dict[str, Any]) -> MatrixLayout:
-    return matrix_layout(
-        param.shape, view=group["muon_view"], num_heads=group["num_heads"], name=name
-    )
-
-
-def _rule(group: dict[str, Any]) -> str:
-    return MUON_RULE if _use_muon(group) else "adam"
-
-
-def _use_muon(group: dict[str, Any]) -> bool:
-    """Read the routing of a group; raises ConfigError if it is unknown or contradicts itself."""
-    algorithm = group.get("algorithm")
-    if algorithm not in (None, "muon", "adamw"):
-        raise ConfigError(f"algorithm={algorithm!r} is neither 'muon' nor 'adamw'")
-    use_muon = group.get("use_muon", algorithm != "adamw")
-    if not isinstance(use_muon, bool):
-        raise ConfigError(f"use_muon={use_muon!r} is neither True nor False")
-    if algorithm is not None and use_muon != (algorithm == "muon"):
-        raise ConfigError(f"use_muon={use_muon} contradicts algorithm={algorithm!r}")
-    return use_muon
-
-
-def _check_muon_group(group: dict[str, Any]) -> None:
-    """Raise ConfigError for Muon hyperparameters outside their range."""
-    checks = {
-        "lr": float(group["lr"]) >= 0,
-        "weight_decay": group["weight_decay"] >= 0,
-        "momentum": 0 <= group["momentum"] < 1,
-        "eps": group["eps"] >= 0,
-    }
-    for name, valid in checks.items():
-        if not valid:
-            raise ConfigError(f"{name}={group[name]!r} is out of range")
-    resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-    adjusted_lr(float(group["lr"]), 1, 1, group["adjust_lr_fn"])

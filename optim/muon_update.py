@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,12 +24,25 @@ import torch
 from swapio.align import PAGE_BYTES, round_up
 from swapio.buffers import BufferPool
 from swapio.optim import kernels
-from swapio.optim.layout import MasterForm
-from swapio.optim.muon_math import MatrixLayout
-from swapio.optim.newton_schulz import compute_dtype, newton_schulz_workspace_bytes
+from swapio.optim.layout import MasterForm, ParameterInfo
+from swapio.optim.muon_math import MatrixLayout, adjusted_lr, apply_update, momentum_step
+from swapio.optim.newton_schulz import (
+    compute_dtype,
+    newton_schulz,
+    newton_schulz_workspace_bytes,
+)
 from swapio.optim.newton_schulz_plan import make_plan
 
-NO_TIES: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+Ties = npt.NDArray[np.uint32]
+
+NO_TIES: Ties = np.zeros(0, np.uint32)
+MASTER_RECORDS = {MasterForm.SEPARATE: "master", MasterForm.SPLIT: "master_low"}
+
+
+def joins_master(info: ParameterInfo) -> bool:
+    """Whether the fp32 weights must be put together in a buffer."""
+    low = info.form is MasterForm.NONE and info.param.dtype is not torch.float32
+    return low or info.form is MasterForm.SPLIT
 
 
 def block_matrices(layout: MatrixLayout, ns_dtype: torch.dtype | None) -> int:
@@ -127,12 +140,17 @@ class Weights:
     record: torch.Tensor | None
     position: int
 
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return self.model.numel()
+
     def part(self, start: int, stop: int) -> Weights:
         """Return elements `[start, stop)` of the run."""
         record = None if self.record is None else self.record[start:stop]
         return Weights(self.form, self.model[start:stop], record, self.position + start)
 
-    def load(self, buffer: torch.Tensor, ties: npt.NDArray[np.uint32]) -> torch.Tensor:
+    def load(self, buffer: torch.Tensor, ties: Ties) -> torch.Tensor:
         """Return the fp32 weights to update: in place where they are fp32, else in `buffer`."""
         if self.form is MasterForm.SEPARATE and self.record is not None:
             return self.record
@@ -151,7 +169,7 @@ class Weights:
             return out
         return out.copy_(self.model)
 
-    def store(self, weights: torch.Tensor) -> npt.NDArray[np.uint32]:
+    def store(self, weights: torch.Tensor) -> Ties:
         """Publish what `load` returned after its update; the ties of a split master."""
         if self.form is MasterForm.SPLIT and self.record is not None:
             return kernels.split_master_spans(
@@ -164,6 +182,82 @@ class Weights:
         if weights.data_ptr() != self.model.data_ptr():
             self.model.copy_(weights)
         return NO_TIES
+
+
+def step_matrices(
+    weights: Weights,
+    gradient: torch.Tensor,
+    momentum: torch.Tensor,
+    group: dict[str, Any],
+    *,
+    scale: float,
+    layout: MatrixLayout,
+    shaped_as: torch.Tensor | None,
+    ties: Callable[[int, int], Ties],
+    scratch: Scratch,
+    ns_dtype: torch.dtype | None,
+) -> Ties:
+    """Take one step of a whole parameter, block by block.
+
+    Args:
+        weights: All its elements; like `gradient` and `momentum` in memory order.
+        gradient: Of any floating dtype.
+        momentum: fp32, advanced in place.
+        group: The param group.
+        scale: Factor on the gradient.
+        layout: Its matrices.
+        shaped_as: The parameter, where memory order is not logical order; else None.
+        ties: Gives the ties between two positions of the sub-group.
+        scratch: Reserved memory.
+        ns_dtype: Dtype of the products, or None.
+
+    Returns:
+        The new ties of a split master.
+    """
+    block = layout.numel
+    if shaped_as is None:
+        block = block_matrices(layout, ns_dtype) * layout.rows * layout.cols
+    lr = float(group["lr"])
+    update_lr = adjusted_lr(lr, layout.rows, layout.cols, group["adjust_lr_fn"])
+    found = [NO_TIES]
+    for first in range(0, layout.numel, block):
+        part = weights.part(first, min(layout.numel, first + block))
+        run = slice(first, first + part.numel)
+        update = scratch.update[: part.numel]
+        logical = update if shaped_as is None else update.view(shaped_as.shape)
+        momentum_step(
+            _shaped(momentum[run], shaped_as),
+            _shaped(gradient[run], shaped_as),
+            logical,
+            beta=group["momentum"],
+            nesterov=group["nesterov"],
+            grad_scale=scale,
+        )
+        matrices = update.view(-1, layout.rows, layout.cols)
+        newton_schulz(
+            matrices,
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["eps"],
+            dtype=ns_dtype,
+            out=matrices,
+            workspace=scratch.workspace,
+        )
+        loaded = part.load(scratch.master, ties(part.position, part.position + part.numel))
+        apply_update(
+            _shaped(loaded, shaped_as),
+            logical,
+            lr=lr,
+            update_lr=update_lr,
+            weight_decay=group["weight_decay"],
+        )
+        found.append(part.store(loaded))
+    return np.concatenate(found)
+
+
+def _shaped(memory: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
+    """Elements in the memory order of `param`, seen in its logical shape."""
+    return memory if param is None else torch.as_strided(memory, param.shape, param.stride())
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -158,3 +158,45 @@ def test_a_budget_below_the_largest_matrix_names_what_would_do(tmp_path):
         assert opt.stats()["host_bytes"] <= need
     with pytest.raises(SwapioError, match="closed"):
         opt.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"use_muon": False, "betas": (0.9, 0.999)}, r"param\.0 was routed to muon"),
+        ({"num_heads": 4}, "num_heads"),
+        ({"ns_steps": 5}, "scratch memory"),
+        ({"momentum": 1.5}, "momentum"),
+    ],
+)
+def test_changes_that_do_not_fit_the_layout_change_nothing(change, word):
+    (param,) = parameters([(32, 128)])
+    with Muon([param], ns_steps=2) as opt:
+        (param.grad,) = gradients([(32, 128)], 1)[0]
+        opt.step()
+        start, saved = param.detach().clone(), dict(opt.param_groups[0])
+        opt.param_groups[0].update(change)
+        with pytest.raises(ConfigError, match=word):
+            opt.step()
+        assert torch.equal(param.detach(), start)
+        opt.param_groups[0].update(saved)
+        opt.param_groups[0]["ns_coefficients"] = [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)]
+        opt.step()
+        assert not torch.equal(param.detach(), start)
+        assert int(opt.state[param]["step"]) == 2
+
+
+def test_a_frozen_matrix_is_stepped_once_it_thaws():
+    first, second = parameters([(16, 16), (900, 40)])
+    second.requires_grad_(False)
+    with Muon([first, second]) as opt:
+        first.grad = torch.randn(16, 16)
+        opt.step()
+        second.requires_grad_(True)
+        start = second.detach().clone()
+        second.grad = gradients([(900, 40)], 1)[0][0]
+        opt.step()
+        assert opt.stats()["num_newton_schulz"] == 3
+    reference = MuonReference([start])
+    reference.step(gradients([(900, 40)], 1)[0])
+    assert relative_error(second.detach() - start, reference.params[0] - start) <= 1e-5
