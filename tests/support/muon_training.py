@@ -104,10 +104,15 @@ def train(swap=None, *, dtype=torch.float32, grad_dtype=None, steps=3, scale=1.0
             for param, grad in zip(params, row, strict=True):
                 param.grad = (grad * scale).to(dtype)
             opt.step()
-        opt.synchronize()
-        stats = opt.stats()
-        states = [{k: v.clone() for k, v in opt.state_of(p).items()} for p in params]
-    return Trained([p.detach().clone() for p in params], start, states, stats, grads)
+        return trained(opt, params, start, grads)
+
+
+def trained(opt, params, start, grads=()):
+    """Note weights, state and counters of an optimizer that is still open."""
+    opt.synchronize()
+    stats = opt.stats()
+    states = [{k: v.clone() for k, v in opt.state_of(p).items()} for p in params]
+    return Trained([p.detach().clone() for p in params], start, states, stats, list(grads))
 
 
 def assert_same(left: Trained, right: Trained) -> None:
