@@ -141,16 +141,16 @@ class SwapOptimizer(Durable):
         self._masters.begin_step(step)
         try:
             self._sweep(step)
+            self._counts = step.counts
+            params = self._table.tensors
+            changed = params if gradients.complete else [params[i] for i in step.indices]
+            torch.autograd.graph.increment_version(changed)
+            self._num_steps += 1
+            self._commit_step()
         except BaseException as error:
             # Some sub-groups are a step ahead of the others, whatever the reason was.
             self._runtime.swapper.fail(error)
             raise
-        self._counts = step.counts
-        params = self._table.tensors
-        changed = params if gradients.complete else [params[i] for i in step.indices]
-        torch.autograd.graph.increment_version(changed)
-        self._num_steps += 1
-        self._commit_step()
         self._masters.warn()
 
     def _sweep(self, step: StepContext) -> None:

@@ -16,20 +16,21 @@ from types import FrameType
 
 @contextmanager
 def delayed_interrupt() -> Iterator[None]:
-    """Deliver the first SIGINT at the end of the block, a second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Deliver the first SIGINT at the end of the block, a second one at once.
+
+    A handler of the user's, in Python, is called as it would have been, but after the block: it
+    may raise, and an exception in the middle of a step would leave half of it done.
+    """
     previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not callable(previous):
         yield
         return
-    count = 0
+    frames: list[FrameType | None] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
+        frames.append(frame)
+        if len(frames) > 1:
             signal.default_int_handler(signum, frame)
 
     signal.signal(signal.SIGINT, note)
@@ -37,5 +38,5 @@ def delayed_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if count:
-        raise KeyboardInterrupt
+    if frames:
+        previous(signal.SIGINT, frames[0])

@@ -111,7 +111,7 @@ class Registration(torch.optim.Optimizer):
         """
         if self._ready:
             self._check_open()
-        _refuse_duplicates(param_group)
+        _check_listed(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         listed, frozen = self._num_listed, len(self._frozen)
@@ -258,8 +258,8 @@ def text(name: str | int) -> str:
     return name if isinstance(name, str) else f"param.{name}"
 
 
-def _refuse_duplicates(param_group: dict[str, Any]) -> None:
-    """Raise ConfigError for a parameter that is listed twice, where torch would only warn."""
+def _check_listed(param_group: dict[str, Any]) -> None:
+    """Raise ConfigError, by name, where torch would only warn or not say which parameter it is."""
     params = param_group.get("params") if isinstance(param_group, dict) else None
     if params is None or isinstance(params, torch.Tensor | set):
         return
@@ -267,6 +267,11 @@ def _refuse_duplicates(param_group: dict[str, Any]) -> None:
     seen: dict[int, int] = {}
     for position, item in enumerate(params):
         name, param = item if isinstance(item, tuple) else (f"number {position}", item)
+        if isinstance(param, torch.Tensor) and not (param.is_leaf or param.retains_grad):
+            raise ConfigError(
+                f"parameter {name} of the group is not a leaf tensor: pass the parameter itself, "
+                "not a result of it"
+            )
         first = seen.setdefault(id(param), position)
         if first != position:
             raise ConfigError(

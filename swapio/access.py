@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from swapio.buffers import Lease
 from swapio.errors import AioError, CorruptionError
 from swapio.lifecycle import SwapperBase
 from swapio.subgroup import RecordBuffer, SubGroup, SubGroupState, place
@@ -100,7 +99,7 @@ class RecordAccess(SwapperBase):
         try:
             for index in range(group.num_chunks):
                 placements, nbytes = place(group.specs, names, *group.chunk_bounds(index))
-                with RecordBuffer(self._lease_now(nbytes), placements) as buffer:
+                with RecordBuffer(self._lease(nbytes), placements) as buffer:
                     for name in names:
                         fillers[name](buffer.placements[name].start, buffer.tensor(name))
                     transaction.write(buffer.pieces(), owner=buffer).result()
@@ -119,7 +118,7 @@ class RecordAccess(SwapperBase):
             return
         self._settle(group)
         placements, nbytes = place(group.specs, [record], 0, None)
-        with self._pool.lease(nbytes) as lease:
+        with self._lease(nbytes) as lease:
             buffer = RecordBuffer(lease, placements)
             self.read(key, record, buffer.tensor(record))
             self._move_home(group, group.resident | {record}, {record: buffer.tensor(record)})
@@ -217,11 +216,7 @@ class RecordAccess(SwapperBase):
         unit = group.chunk_unit_numel
         hi = min(group.specs[record].numel, -(-stop // unit) * unit)
         placements, nbytes = place(group.specs, [record], start // unit * unit, hi)
-        return RecordBuffer(self._lease_now(nbytes), placements)
-
-    def _lease_now(self, nbytes: int) -> Lease:
-        """Lease memory for a moment; what is cached makes room for it."""
-        return self._pool.lease(nbytes)
+        return RecordBuffer(self._lease(nbytes), placements)
 
     def _transfer(self, group: SubGroup, buffer: RecordBuffer, names: Iterable[str]) -> None:
         """Write records of a buffer to storage and seal them, blocking."""
@@ -253,7 +248,7 @@ class RecordAccess(SwapperBase):
         group.set_chunk_bytes(self._chunk_bytes, self.chunk_numel)
         if names:
             placements, nbytes = place(group.specs, names, 0, None)
-            home = RecordBuffer(self._pool.lease(nbytes), placements)
+            home = RecordBuffer(self._lease(nbytes), placements)
             for name in names:
                 source = new[name] if name in new or old is None else old.tensor(name)
                 home.tensor(name).copy_(source)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from swapio.store import TransferFuture
 from swapio.subgroup import Placement, RecordBuffer, SubGroup, place
@@ -31,7 +32,7 @@ class ItemState(enum.Enum):
 class Item:
     """One chunk of a sub-group in RAM."""
 
-    __slots__ = ("buffer", "dirty", "future", "id", "keep", "nbytes", "state")
+    __slots__ = ("buffer", "dirty", "future", "id", "in_use", "keep", "nbytes", "state")
 
     def __init__(self, chunk_id: ChunkId, buffer: RecordBuffer, nbytes: int) -> None:
         self.id = chunk_id
@@ -41,6 +42,16 @@ class Item:
         self.dirty: set[str] = set()
         self.future: TransferFuture | None = None
         self.keep = False
+        self.in_use = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """While it is handed out by `chunks()` it is neither written nor given up."""
+        self.in_use = True
+        try:
+            yield
+        finally:
+            self.in_use = False
 
 
 class Schedule:
@@ -132,6 +143,10 @@ class ChunkCache:
     def of_key(self, key: str) -> list[Item]:
         """The items of one sub-group."""
         return [item for item in self._items.values() if item.id[0] == key]
+
+    def idle(self, *states: ItemState) -> list[Item]:
+        """The items in one of these states that nobody is using."""
+        return [i for i in self._items.values() if i.state in states and not i.in_use]
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate over a copy of the items."""

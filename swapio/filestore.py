@@ -13,7 +13,6 @@ written; every open data file is locked; after any crash the folder says what ca
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import weakref
@@ -111,7 +110,9 @@ class FileStore(SwapStore):
             is_synced=durability == "power",
             needs_confirm=confirm_commits,
         )
-        _stores.add(self)
+        # At the interpreter's exit without `close`, or when nobody holds the store any more: leave
+        # nothing behind that nobody wants. A finalizer, so that it neither blocks nor keeps alive.
+        self._abandon = weakref.finalize(self, _abandon, self._folders, self._pid, durability)
 
     @property
     def folders(self) -> list[os.PathLike[str]]:
@@ -255,7 +256,7 @@ class FileStore(SwapStore):
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        _stores.discard(self)
+        self._abandon.detach()
         error: Exception | None = None
         try:
             for transaction in self._transactions.values():
@@ -376,19 +377,10 @@ class FileStore(SwapStore):
         previous = self.previous
         return not self._catalog.sub_groups and previous is not None and bool(previous.steps)
 
-    def _abandon(self) -> None:
-        """At the interpreter's exit without `close`: leave nothing behind that nobody wants."""
-        if os.getpid() == self._pid and self.durability == "checkpoint":
-            self._folders.remove_names()
 
-
-_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
-
-
-@atexit.register
-def _abandon_stores() -> None:
-    for store in list(_stores):
-        store._abandon()
+def _abandon(folders: StoreFolders, pid: int, durability: str) -> None:
+    if os.getpid() == pid and durability == "checkpoint":
+        folders.remove_names()
 
 
 def _num_slots(durability: str, spare_slots: int | None) -> int:

@@ -47,10 +47,10 @@ def usable_folder(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{folder} cannot be a folder: {error.filename} is a file") from error
     except OSError as error:
         raise ConfigError(f"cannot create the folder {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"the folder {folder} is not writable for this user")
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         raise ConfigError(f"the folder {folder} is on a file system that is mounted read-only")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"the folder {folder} is not writable for this user")
     return folder
 
 

@@ -12,11 +12,12 @@ update reaches both kinds, and `drop` is the only thing that loses one.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from swapio.buffers import BufferPool
+from swapio.buffers import Lease
 from swapio.errors import ConfigError
 from swapio.store import Piece, RecordLayout, SwapStore
 
@@ -35,9 +36,11 @@ class _Fragment:
 class GradientFragments:
     """Fragments by sub-group and name. All methods block; safe from several threads."""
 
-    def __init__(self, store: SwapStore | None, pool: BufferPool, *, min_swap_bytes: int) -> None:
+    def __init__(
+        self, store: SwapStore | None, lease: Callable[[int], Lease], *, min_swap_bytes: int
+    ) -> None:
         self._store = store
-        self._pool = pool
+        self._lease = lease
         self._min_swap_bytes = min_swap_bytes
         self._fragments: dict[str, dict[str, _Fragment]] = {}
         self._lock = threading.Lock()
@@ -93,7 +96,7 @@ class GradientFragments:
         if fragment.store_key not in store.keys:
             store.add(fragment.store_key, [RecordLayout(_RECORD, nbytes)], 0)
             store.allocate()
-        with self._pool.lease(nbytes) as lease:
+        with self._lease(nbytes) as lease:
             lease.tensor(flat.dtype, (flat.numel(),)).copy_(flat)
             transaction = store.begin_write(fragment.store_key, 0)
             transaction.write([Piece(_RECORD, 0, nbytes, lease.address)], owner=lease).result()
@@ -105,7 +108,7 @@ class GradientFragments:
         if store is None:
             return out
         nbytes = fragment.numel * fragment.dtype.itemsize
-        with self._pool.lease(nbytes) as lease:
+        with self._lease(nbytes) as lease:
             piece = Piece(_RECORD, 0, nbytes, lease.address)
             store.read(fragment.store_key, [piece], owner=lease).result()
             out.copy_(lease.tensor(fragment.dtype, (fragment.numel,)))

@@ -16,8 +16,14 @@ from typing import Any, Self
 
 import torch
 
-from swapio.buffers import BufferPool
-from swapio.errors import ClosedError, ConfigError, SwapioError, SwapStateError
+from swapio.buffers import BufferPool, Lease
+from swapio.errors import (
+    ClosedError,
+    ConfigError,
+    PoolExhaustedError,
+    SwapioError,
+    SwapStateError,
+)
 from swapio.gradients import GradientFragments
 from swapio.store import Progress, SwapStore
 from swapio.subgroup import RecordBuffer, RecordSpec, SubGroup, SubGroupState, place
@@ -80,7 +86,7 @@ class SwapperBase:
         self._lock = threading.RLock()
         self._stats = SwapperStats()
         self._gradients = GradientFragments(
-            store if swap_gradients else None, pool, min_swap_bytes=min_swap_bytes
+            store if swap_gradients else None, self._lease, min_swap_bytes=min_swap_bytes
         )
 
     # -- registration ------------------------------------------------------------------------
@@ -178,7 +184,7 @@ class SwapperBase:
         transaction = store.begin_write(group.key, 0)
         for index in range(group.num_chunks):
             placements, nbytes = place(group.specs, group.swapped, *group.chunk_bounds(index))
-            with self._pool.lease(nbytes) as lease:
+            with self._lease(nbytes) as lease:
                 buffer = RecordBuffer(lease, placements)
                 for name in group.swapped:
                     group.specs[name].fill(placements[0].start, buffer.tensor(name))
@@ -192,6 +198,19 @@ class SwapperBase:
     def swapped_records(self, key: str) -> list[str]:
         """Names of the records of a sub-group that live on storage."""
         return self._group(key).swapped
+
+    def _lease(self, nbytes: int) -> Lease:
+        """Borrow memory of the pool; what only waits there gives way. May block on writes."""
+        while True:
+            try:
+                return self._pool.lease(nbytes)
+            except PoolExhaustedError:
+                if not self._give_way():
+                    raise
+
+    def _give_way(self) -> bool:
+        """Free some memory of the pool; False if there is nothing that could be given up."""
+        return False
 
     # -- counters and end
 

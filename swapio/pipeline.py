@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from swapio.buffers import BufferPool, Lease
+from swapio.buffers import BufferPool
 from swapio.cache import ChunkId, Geometry, Item, ItemState, Schedule
 from swapio.errors import AioError, CorruptionError, PoolExhaustedError, SwapStateError
 from swapio.store import SwapStore
@@ -259,7 +259,8 @@ class PipelinedSwapper(WriteBehind):
             start, stop = group.chunk_bounds(index)
             chunk = Chunk(group, start, group.numel if stop is None else stop, buffers)
             self._stats.num_chunks += 1
-            yield chunk
+            with item.used():
+                yield chunk
             with self._lock:
                 if chunk.dirty:
                     self._dirty[group.key].update(chunk.dirty & group.resident)
@@ -319,9 +320,10 @@ class PipelinedSwapper(WriteBehind):
         want = min(self._batch_bytes, schedule.bytes_after(schedule.ahead))
         return self._cache.has_room(want)
 
-    def _start_read(self, group: SubGroup, index: int) -> Item:
+    def _start_read(self, group: SubGroup, index: int, *, may_block: bool = False) -> Item:
         placements, nbytes = self._geometry.of(group, index)
-        buffer = RecordBuffer(self._pool.lease(nbytes), placements)
+        lease = self._lease if may_block else self._pool.lease
+        buffer = RecordBuffer(lease(nbytes), placements)
         item = Item((group.key, index), buffer, nbytes)
         self._cache.add(item)
         try:
@@ -341,7 +343,7 @@ class PipelinedSwapper(WriteBehind):
             if self._must_seal(group.key, index) or group.key not in self._open:
                 self._fence(group.key)
             self._make_room(self._geometry.of(group, index)[1])
-            item = self._read_now(group, index)
+            item = self._start_read(group, index, may_block=True)
         elif item.state is not ItemState.READING:
             self._stats.num_cached_chunks += 1
         if item.state is ItemState.WRITING:
@@ -378,15 +380,12 @@ class PipelinedSwapper(WriteBehind):
             if not self._cache.has_room(nbytes):
                 self._free_some()
 
-    def _read_now(self, group: SubGroup, index: int) -> Item:
-        """Start a read whose bytes fit, and free more while the pool has no hole for them."""
-        while True:
-            try:
-                return self._start_read(group, index)
-            except PoolExhaustedError:
-                if not self._cache.used_bytes:
-                    raise
+    def _give_way(self) -> bool:
+        with self._lock:
+            if self._failure is None and self._cache.used_bytes:
                 self._free_some()
+                return True
+            return self._evict_clean()
 
     def _free_some(self) -> None:
         """Free the memory of a chunk, or come closer to it; blocks on writes if it must."""
@@ -400,8 +399,7 @@ class PipelinedSwapper(WriteBehind):
             self._queue_farthest()
 
     def _evict_clean(self) -> bool:
-        clean = [item for item in self._cache if item.state is ItemState.CLEAN]
-        if not clean:
+        if not (clean := self._cache.idle(ItemState.CLEAN)):
             return False
         self._cache.drop(max(clean, key=lambda item: self._schedule.next_use(item.id)))
         self._schedule.ahead = min(self._schedule.ahead, self._schedule.position)
@@ -409,7 +407,9 @@ class PipelinedSwapper(WriteBehind):
 
     def _queue_farthest(self) -> None:
         """Write the kept chunk that is needed last; a read ahead of need is given up for it."""
-        candidates = [i for i in self._cache if i.state in (ItemState.DIRTY, ItemState.READING)]
+        candidates = self._cache.idle(ItemState.DIRTY, ItemState.READING)
+        if not candidates:
+            raise PoolExhaustedError("all buffers are in use at once: raise host_memory")
         item = max(candidates, key=lambda i: self._schedule.next_use(i.id))
         if item.state is ItemState.READING:
             self._complete_read(item)
@@ -480,18 +480,3 @@ class PipelinedSwapper(WriteBehind):
             super()._touch(group, record, element)
         else:
             self._taint(item, [record])
-
-    def _lease_now(self, nbytes: int) -> Lease:
-        """Lease beside the chunks; give all of them up if they are in the way."""
-        if nbytes <= self._cache.limit_bytes:
-            self._make_room(nbytes)
-        try:
-            return self._pool.lease(nbytes)
-        except PoolExhaustedError:
-            self.flush()
-            for item in self._cache:
-                if item.state is ItemState.READING:
-                    self._complete_read(item)
-                self._cache.drop(item)
-            self._schedule.ahead = self._schedule.position
-            return self._pool.lease(nbytes)

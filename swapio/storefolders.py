@@ -6,6 +6,7 @@ Invariant: what is in the folders belongs to this object from construction to `c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -167,9 +168,18 @@ class StoreFolders:
         self.unlock(remove=remove)
 
     def remove_names(self) -> None:
-        """Remove the files' names without waiting for anything; for the interpreter's exit."""
-        for file in self.files.open_files:
-            Path(file.path).unlink(missing_ok=True)
+        """Remove the files' names without waiting for anything; for the interpreter's exit.
+
+        The files live on until their last write has landed; a folder with other things stays.
+        """
+        paths = [Path(file.path) for file in self.files.open_files]
+        paths += [folder / FILE_NAME for folder in self.folders]
+        with contextlib.suppress(OSError):
+            for path in paths:
+                path.unlink(missing_ok=True)
+            for parent in {path.parent for path in paths} - set(self.folders):
+                parent.rmdir()
+            self.unlock(remove=True)
 
     def unlock(self, *, remove: bool) -> None:
         """Give the folders back."""

@@ -193,7 +193,7 @@ class PartitionedSwapper(RecordAccess):
         wanted = [n for n in group.swapped if records is None or n in set(records)]
         placements, nbytes = place(group.specs, wanted, 0, None)
         try:
-            lease = self._pool.lease(nbytes)
+            lease = self._lease(nbytes)
         except PoolExhaustedError as error:
             raise PoolExhaustedError(
                 f"sub-group {group.key!r} needs {nbytes} bytes in one piece: {error}"
