@@ -154,11 +154,11 @@ def sub_groups(
     from swapio.partition import shard_bounds
 
     routes: dict[tuple[str, str], list[int]] = {}
-    workspace = 0
+    matrices: list[TensorInfo] = []
     for tensor in tensors:
         rule = _rule(tensor, optimizer)
         if rule == "muon" and len(tensor.shape) > 1:
-            workspace = max(workspace, _matrix_bytes(tensor))
+            matrices.append(tensor)
         share = shard_bounds(tensor.numel, world_size, 0).numel
         routes.setdefault((rule, tensor.dtype), []).append(share)
     found: list[SubGroupSize] = []
@@ -168,7 +168,7 @@ def sub_groups(
             rule,
             master=master,
             param_dtype=dtype,
-            state_dtype=config.state_dtype,
+            state_dtype="float32" if rule == "muon" else config.state_dtype,
             durability=config.durability,
             resident=tuple(config.resident),
         )
@@ -181,7 +181,7 @@ def sub_groups(
             touched=forms.touched_bytes(records, master, dtype),
             is_whole=whole,
         )
-    return found, workspace
+    return found, _workspace(matrices, config, on_cpu=on_cpu) if matrices else 0
 
 
 def _rule(tensor: TensorInfo, optimizer: str) -> str:
@@ -191,13 +191,21 @@ def _rule(tensor: TensorInfo, optimizer: str) -> str:
     return "muon" if is_matrix and not any(n in tensor.name for n in _NOT_MUON) else "adamw"
 
 
-def _matrix_bytes(tensor: TensorInfo) -> int:
-    """Return the workspace of one matrix in fp32: u, X, a product, and two Gram matrices."""
-    shape = tensor.shape
-    # Three dimensions are stacked experts; a convolution is a matrix of [out, the rest].
-    rows, columns = shape[-2:] if len(shape) == 3 else (shape[0], tensor.numel // shape[0])
-    short, long = sorted((rows, columns))
-    return 4 * (3 * short * long + 2 * short * short)
+def _workspace(matrices: Sequence[TensorInfo], config: SwapConfig, *, on_cpu: bool) -> int:
+    """Return the scratch memory of Muon for these matrices, one after the other."""
+    from swapio.optim.muon_math import matrix_layout
+    from swapio.optim.muon_update import ScratchNeed, scratch_need
+    from swapio.optim.newton_schulz import DEFAULT_COEFFICIENTS, DEFAULT_STEPS
+    from swapio.plan_forms import resolve_master
+
+    group = {"ns_coefficients": DEFAULT_COEFFICIENTS, "ns_steps": DEFAULT_STEPS}
+    need = ScratchNeed()
+    for shape, dtype in dict.fromkeys((tensor.shape, tensor.dtype) for tensor in matrices):
+        master = resolve_master(config.master, dtype, on_cpu=on_cpu)
+        joins = master == "split" or (master == "none" and dtype != "float32")
+        layout = matrix_layout(shape)
+        need |= scratch_need(layout, group, is_contiguous=True, joins=joins, ns_dtype=None)
+    return need.nbytes
 
 
 def _rates(args: argparse.Namespace, config: SwapConfig) -> Any:
