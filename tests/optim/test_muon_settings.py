@@ -10,6 +10,7 @@ from oracles.muon import MuonReference, relative_error
 from support.muon_training import SWAP, gradients, one_thread, parameters  # noqa: F401
 from swapio.errors import ConfigError, SwapioError
 from swapio.optim import Muon, muon_param_groups
+from swapio.optim.muon_update import spread
 
 
 def test_schedulers_move_each_group_from_its_own_lr():
@@ -200,3 +201,26 @@ def test_a_frozen_matrix_is_stepped_once_it_thaws():
     reference = MuonReference([start])
     reference.step(gradients([(900, 40)], 1)[0])
     assert relative_error(second.detach() - start, reference.params[0] - start) <= 1e-5
+
+
+def test_sub_groups_of_adamw_lie_evenly_between_those_of_muon():
+    costs = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0}
+    assert spread(["x", "y"], costs) == ["a", "b", "x", "c", "y", "d"]
+    assert spread([], costs) == list(costs)
+    assert spread(["x", "y"], {}) == ["x", "y"]
+
+
+def test_the_sweep_alternates_and_visits_each_sub_group_once(monkeypatch):
+    params = parameters([(64, 64)] * 4 + [(4096,)] * 2)
+    groups = [{"params": params[:4]}, {"params": params[4:], "use_muon": False}]
+    with Muon(groups, swap={"sub_group_numel": 4096}) as opt:
+        orders = []
+        monkeypatch.setattr(opt._runtime.swapper, "set_order", orders.append)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            opt.step()
+    kinds = ["muon" if "muon" in key else "adam" for key in orders[0]]
+    assert kinds == ["muon", "adam", "muon", "muon", "adam", "muon"]
+    assert len(set(orders[0])) == 6
+    assert orders[1] == orders[0][::-1]
