@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from swapio.config import SwapConfig
-from swapio.errors import ClosedError, ConfigError, SwapioError
+from swapio.errors import ClosedError, ConfigError, SwapioError, describe_error
 from swapio.optim import kernels
 from swapio.optim.context import StepContext
 from swapio.optim.durable import Durable
@@ -225,9 +225,9 @@ class SwapOptimizer(Durable):
         failure = self._runtime.swapper.failure if self._ready else None
         if failure is not None and not failed_ok:
             raise SwapioError(
-                f"a step failed earlier ({failure!r}); parameters and state may be of different "
-                "steps: close this optimizer and load the last checkpoint into a new one, or "
-                "recover() under durability 'step'"
+                f"a step failed earlier ({describe_error(failure)}); parameters and state may be "
+                "of different steps: close this optimizer and load the last checkpoint into a new "
+                "one, or recover() under durability 'step'"
             ) from failure
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

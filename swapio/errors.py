@@ -90,3 +90,8 @@ class CheckpointError(SwapioError):
 
 class ClosedError(SwapioError, ValueError):
     """The object was closed, or it belongs to the parent of this forked process."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the kind of an error and what it says, for messages about an earlier failure."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -23,6 +23,7 @@ from swapio.errors import (
     PoolExhaustedError,
     SwapioError,
     SwapStateError,
+    describe_error,
 )
 from swapio.gradients import GradientFragments
 from swapio.store import Progress, SwapStore
@@ -205,8 +206,12 @@ class SwapperBase:
             try:
                 return self._pool.lease(nbytes)
             except PoolExhaustedError:
-                if not self._give_way():
+                if self._give_way():
+                    continue
+                if self._failure is None:
                     raise
+                # What is unsaved stays where it is; reading what is still whole must be possible.
+                return BufferPool(nbytes, name="rescue", pin=False).lease(nbytes)
 
     def _give_way(self) -> bool:
         """Free some memory of the pool; False if there is nothing that could be given up."""
@@ -306,7 +311,7 @@ class SwapperBase:
         if self._failure is not None and not failed_ok:
             raise SwapioError(
                 "the swapper failed earlier and its state in RAM may be ahead of storage; the "
-                f"first error was: {self._failure!r}"
+                f"first error was {describe_error(self._failure)}"
             ) from self._failure
 
     def _group(self, key: str, *, failed_ok: bool = False) -> SubGroup:

@@ -54,6 +54,7 @@ class WriteBehind(PartitionedSwapper):
         self._open: dict[str, WriteTransaction] = {}
         self._ending: set[str] = set()
         self._seals: dict[str, TransferHandle] = {}
+        self._in_place: dict[str, bool] = {}  # whether the last sealed one overwrote its slot
         self._written: dict[str, set[int]] = {}  # chunks in the open transaction
         self._home_writes: dict[str, TransferHandle] = {}
 
@@ -137,6 +138,9 @@ class WriteBehind(PartitionedSwapper):
             handle = self._seals.pop(key, None)
             if handle is not None:
                 handle.exception()
+            is_alone = self._groups[key].num_chunks == 1 and key not in self._home
+            if not is_alone and not self._in_place.get(key, False):
+                raise error  # what was given up after its write lies in the slot that is lost
             self._transfer(self._groups[key], item.buffer, item.dirty)
         except (AioError, SwapStateError) as second:
             self._fail(error)
@@ -151,6 +155,7 @@ class WriteBehind(PartitionedSwapper):
             return
         self._ending.discard(key)
         transaction = self._open.pop(key)
+        self._in_place[key] = transaction.is_in_place
         del self._written[key]
         self._seal_with_home(key, transaction)
 

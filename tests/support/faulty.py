@@ -139,7 +139,9 @@ class FaultyTransaction(WriteTransaction):
         faults = self._store.faults
         error = self._error or faults.error("pwrite", f"{self.key}.table", 4096)
         if error is not None:
-            # As a real failure: the old content stays, unless it was overwritten in place.
+            # As a real failure: another slot's old content stays; in place the rest was written.
+            if self._error is not None and self.is_in_place:
+                return FaultyFuture(self._inner.seal(meta), faults, error)
             self._inner.abort()
             return FaultyFuture(_Nothing(), faults, error)
         future = self._inner.seal(meta)
