@@ -52,8 +52,8 @@ class Loaded(NamedTuple):
 
 def memory_order(param: torch.Tensor) -> tuple[int, ...]:
     """Dimensions of a dense tensor from the slowest to the fastest in memory."""
-    dims = range(param.dim())
-    return tuple(sorted(dims, key=lambda d: (-param.stride(d), d)))
+    strides = param.stride()
+    return tuple(sorted(range(param.dim()), key=lambda d: (-strides[d], d)))
 
 
 # -- saving ----------------------------------------------------------------------------------

@@ -240,8 +240,7 @@ class FileStore(SwapStore):
         if record is None:
             return None
         self._committer.take_up(record.step, list(self._catalog.sub_groups.values()))
-        short = [key for key in self._catalog.sub_groups if not self.num_free_slots(key)]
-        if short:
+        while short := self.short_of_slots(self._catalog.sub_groups, live_is_held=False):
             self._catalog.add_slots(short, None)
         self._catalog.write_manifest("open")
         return CommitRecord(record.step, record.payload, record.scalars, self.keys)
@@ -294,12 +293,16 @@ class FileStore(SwapStore):
         self._folders.checkpoint = path
         self._catalog.write_manifest("open")
 
-    def short_of_slots(self, keys: Iterable[str], freed: Collection[Path] = ()) -> list[str]:
+    def short_of_slots(
+        self, keys: Iterable[str], freed: Collection[Path] = (), *, live_is_held: bool = True
+    ) -> list[str]:
         """Return those of `keys` that the steps to come would have no slot for.
 
         Args:
-            keys: Sub-groups, of which the LIVE slots count as held.
+            keys: Sub-groups.
             freed: Folders of checkpoints' files that will be removed.
+            live_is_held: Whether the LIVE slots are about to be held; else they count as
+                writable, after the next commit, unless a checkpoint has them.
         """
         needed = 1 if self.durability == "checkpoint" else 2
         short = []
@@ -313,6 +316,9 @@ class FileStore(SwapStore):
                     and not (slot.num_holds or slot.num_commits or slot.is_target)
                     and not slot.is_linked_without(freed)
                 ]
+                live = sub_group.live
+                if not live_is_held and live is not None and not live.is_linked_without(freed):
+                    free.append(live)
             if len(free) < needed:
                 short.append(key)
         return short

@@ -40,6 +40,9 @@ def take_up_commit(
         _logger.warning("starting anew, and what an earlier run committed is lost: %s", error)
         return None
     if record is not None and not resume:
+        # One for the first contents and one for the first step.
+        while short := store.short_of_slots(store.keys):
+            store.add_slots(short)
         _logger.warning(
             "starting anew beside step %d that an earlier run committed in %s: it is there until "
             "this run commits a step. resume=True, or recover() now, continues from it",

@@ -238,7 +238,8 @@ class _Saver:
         short = store.short_of_slots(keys)
         if short and store.short_of_slots(short, freed):
             try:
-                self._stats.slots_bytes = store.add_slots(store.short_of_slots(short, freed))
+                while more := store.short_of_slots(keys, freed):
+                    self._stats.slots_bytes += store.add_slots(more)
             except ConfigError as error:
                 raise CheckpointError(
                     "the next step would have no slot to write to, because checkpoints keep "

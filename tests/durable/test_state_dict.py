@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_twenty_state_dicts_leak_nothing(tmp_path, mode):
             train(opt, params, step, step)
             opt.state_dict()
         assert opt.stats().get("bytes_allocated") == allocated
-        maps = open("/proc/self/maps").read()  # noqa: PTH123, SIM115
+        maps = Path("/proc/self/maps").read_text()
         assert maps.count("/slots/") == 0
         assert maps.count("snapshot-") == 0
 
@@ -232,6 +233,8 @@ def test_dcp_helpers_do_not_step(tmp_path, has_gradients):
         assert int(opt.state[model.first.weight]["step"]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_dcp_saves_and_loads(tmp_path):
     opt, params = make(tmp_path / "a", "pipelined", "bfloat16")
     with opt:
