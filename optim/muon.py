@@ -231,9 +231,9 @@ class Muon(AdamRuleMixin):
                     f"parameter {info.name} was routed to {info.bucket.rule} at construction, but "
                     f"its group says {route_of(group)} now; routes cannot change later"
                 )
-            if info.bucket.rule != MUON_RULE:
+            layout = self._matrices.get(index)
+            if layout is None:  # AdamW's, or without elements
                 continue
-            layout = self._matrices[index]
             if layout_of(info.name, info.param, group) != layout:
                 raise ConfigError(
                     f"parameter {info.name} was laid out as {layout.num_matrices} matrices of "

@@ -224,3 +224,35 @@ def test_the_sweep_alternates_and_visits_each_sub_group_once(monkeypatch):
     assert kinds == ["muon", "adam", "muon", "muon", "adam", "muon"]
     assert len(set(orders[0])) == 6
     assert orders[1] == orders[0][::-1]
+
+
+def test_a_matrix_without_elements_is_no_obstacle():
+    params = parameters([(0, 5), (16, 8)])
+    with Muon(params) as opt:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        assert opt.stats()["num_newton_schulz"] == 1
+        assert opt.state[params[0]]["momentum_buffer"].shape == (0, 5)
+        assert "param.0" in opt.describe()
+
+
+def test_momentum_is_fp32_whatever_the_moments_are():
+    params = parameters([(16, 8), (8,)], torch.bfloat16)
+    groups = [{"params": params[:1]}, {"params": params[1:], "use_muon": False}]
+    with Muon(groups, swap={"state_dtype": "bfloat16"}) as opt:
+        assert opt.state[params[0]]["momentum_buffer"].dtype is torch.float32
+        assert opt.state[params[1]]["exp_avg"].dtype is torch.bfloat16
+
+
+def test_a_parameter_moved_to_another_group_by_hand_is_not_stepped():
+    params = parameters([(16, 8), (8, 8), (8,)])
+    groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
+    with Muon(groups) as opt:
+        opt.param_groups[1]["params"].append(opt.param_groups[0]["params"].pop())
+        for param in params:
+            param.grad = torch.ones_like(param)
+        start = [param.detach().clone() for param in params]
+        with pytest.raises(ConfigError, match=r"param\.1 was routed to muon"):
+            opt.step()
+        assert all(map(torch.equal, start, params))
