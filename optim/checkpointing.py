@@ -52,8 +52,8 @@ class Loaded(NamedTuple):
 
 def memory_order(param: torch.Tensor) -> tuple[int, ...]:
     """Dimensions of a dense tensor from the slowest to the fastest in memory."""
-    strides = param.stride()
-    return tuple(sorted(range(param.dim()), key=lambda d: (-strides[d], d)))
+    strides: tuple[int, ...] = param.stride()
+    return tuple(sorted(range(param.dim()), key=lambda d: (-int(strides[d]), d)))
 
 
 # -- saving ----------------------------------------------------------------------------------

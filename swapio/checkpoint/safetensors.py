@@ -139,7 +139,7 @@ def _write_file(path: Path, tensors: dict[str, Source], metadata: dict[str, str]
                 count = min(_WINDOW_NUMEL, source.numel - start)
                 window = torch.empty(count, dtype=source.dtype)
                 source.read(start, window)
-                file.write(window.view(torch.uint8).numpy().data)
+                file.write(window.view(torch.uint8).numpy().tobytes())
         file.flush()
         os.fsync(file.fileno())
 
