@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
-read -ra tests <<< "${ENGINE_TESTS:-tests/aio tests/buffers tests/swapper}"
+read -ra tests <<< "${ENGINE_TESTS:-tests/aio tests/swapper}"
 present=()
 for folder in "${tests[@]}"; do [ ! -e "$folder" ] || present+=("$folder"); done
 if [ ${#present[@]} = 0 ]; then echo "no engine tests"; exit 0; fi

@@ -20,7 +20,9 @@ def sort_key(name: str) -> tuple[int, str]:
 
 
 def public_names(module: ModuleType) -> set[str]:
-    names = (name for name in dir(module) if not name.startswith("_") and name != "annotations")
+    """Return what a module offers and did not merely import for its own use."""
+    tools = {"annotations", "Any", "TYPE_CHECKING"}
+    names = (name for name in dir(module) if not name.startswith("_") and name not in tools)
     return {name for name in names if not isinstance(getattr(module, name), ModuleType)}
 
 

@@ -39,6 +39,11 @@ def test_import_starts_nothing(module: str) -> None:
     assert result["before"] == result["after"]
 
 
+def test_import_of_the_package_alone_does_not_load_torch() -> None:
+    script = "import sys, swapio; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
+
+
 def test_import_takes_less_than_a_fifth_of_a_second() -> None:
     # The first try warms the page cache; a busy machine gets three more.
     seconds = [look_at_import("swapio")["seconds"] for _ in range(2)]
