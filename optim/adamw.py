@@ -17,7 +17,7 @@ from swapio.errors import ConfigError
 from swapio.optim import kernels
 from swapio.optim.base import SwapOptimizer, SwapSetting
 from swapio.optim.context import StepContext
-from swapio.optim.layout import MasterForm, PackedGroup
+from swapio.optim.layout import Bucket, MasterForm, PackedGroup
 from swapio.views import Chunk
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,6 +78,19 @@ class AdamRuleMixin(SwapOptimizer):
         )
         if ties is not None:  # only a split master has them
             self._masters.replace_ties(packed, rows, ties, chunk)
+
+    def check_bucket(self, bucket: Bucket, name: str) -> None:
+        """Refuse, before any work, a combination of settings and dtype that has no kernel."""
+        if bucket.rule != "adam":
+            return
+        try:
+            self._form(bucket.form, bucket.dtype, bucket.dtype)
+        except TypeError as error:
+            raise ConfigError(
+                f"parameter {name} is {bucket.dtype}: with master={self.config.master!r}, "
+                f"state_dtype={self.config.state_dtype!r} and stochastic_rounding="
+                f"{self.config.stochastic_rounding} there is no update kernel. {error}"
+            ) from error
 
     def _form(self, form: MasterForm, param: torch.dtype, grad: torch.dtype) -> int:
         state = _DTYPES[self.config.state_dtype]

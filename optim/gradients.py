@@ -24,7 +24,7 @@ from swapio.optim.parameters import Addresses, ParameterTable
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_grad, _shape, _dtype, _layout = map(attrgetter, ("grad", "shape", "dtype", "layout"))
+_grad, _shape, _dtype = map(attrgetter, ("grad", "shape", "dtype"))
 
 
 @dataclass
@@ -98,15 +98,16 @@ def _plain(table: ParameterTable, grads: Sequence[torch.Tensor | None]) -> Addre
     if not table.is_contiguous or not all(map(is_not, grads, repeat(None))):
         return None
     found = cast("Sequence[torch.Tensor]", grads)
-    if len(set(map(_layout, found))) > 1 or (found and found[0].layout is not torch.strided):
+    if found and found[0].dtype not in _DTYPES:
         return None
-    if len(set(map(_dtype, found))) > 1 or (found and found[0].dtype not in _DTYPES):
+    if len(set(map(_dtype, found))) > 1 or not all(map(eq, map(_shape, found), table.shapes)):
         return None
-    if not all(map(torch.Tensor.is_contiguous, found)):
+    try:
+        if not all(map(torch.Tensor.is_contiguous, found)):
+            return None
+        return np.fromiter(map(torch.Tensor.data_ptr, found), np.uint64, len(found))
+    except RuntimeError:  # what is not strided has no such thing: it is looked at one by one
         return None
-    if not all(map(eq, map(_shape, found), table.shapes)):
-        return None
-    return np.fromiter(map(torch.Tensor.data_ptr, found), np.uint64, len(found))
 
 
 def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from swapio.errors import ConfigError
-from swapio.partition import Fragment, pack, pack_whole
+from swapio.partition import Fragment, iter_pack, pack_whole
 
 UNIT_NUMEL = 1 << 18
 MUON_RULE = "muon"
@@ -149,8 +149,8 @@ def master_form(wanted: str, name: str, param: torch.Tensor, *, split: bool) -> 
         if param.dtype is torch.float32 and on_cpu:
             return MasterForm.PARAM
         return MasterForm.SEPARATE
-    if form is MasterForm.SEPARATE and param.dtype is torch.float32 and on_cpu:
-        return MasterForm.SEPARATE
+    if form in (MasterForm.SEPARATE, MasterForm.NONE) and param.dtype is torch.float32 and on_cpu:
+        return MasterForm.PARAM  # a master beside it would be a copy of the parameter
     return form
 
 
@@ -237,8 +237,10 @@ class Layout:
         for bucket, members in buckets.items():
             known = self._by_bucket.setdefault(bucket, [])
             indices = [info.index for info in members]
-            cut = pack_whole if bucket.is_whole else pack
-            for plan in cut([info.param.numel() for info in members], sub_group_numel):
+            known_numels: dict[int, int] = {}
+            numels = [known_numels.setdefault(n, n) for n in (i.param.numel() for i in members)]
+            cut = pack_whole if bucket.is_whole else iter_pack
+            for plan in cut(numels, sub_group_numel):
                 key = f"{self._bucket_name(bucket)}-{len(known):05d}"
                 units = UnitTable(plan.fragments, indices)
                 self.groups[key] = PackedGroup(key, bucket, plan.numel, units)

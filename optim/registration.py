@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Registration(torch.optim.Optimizer):
 
     def _register_all(self) -> list[PackedGroup]:
         """Pack the trainable parameters of all groups."""
-        infos = self._trainable([m for group in self.param_groups for m in self._listed(group)])
+        infos = self._trainable(m for group in self.param_groups for m in self._listed(group))
         self._table.check(infos)
         new = self._layout.add(infos, self.config.sub_group_numel)
         self._table.update()
@@ -96,6 +96,9 @@ class Registration(torch.optim.Optimizer):
     def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
         """Scratch memory of the rules for these sub-groups, which host_memory must cover too."""
         return 0
+
+    def check_bucket(self, bucket: Bucket, name: str) -> None:
+        """Raise ConfigError if the rule cannot step what `name` is the first parameter of."""
 
     # -- groups ------------------------------------------------------------------------------
 
@@ -133,14 +136,12 @@ class Registration(torch.optim.Optimizer):
                 name = names[position] if names else f"number {position} of its group"
                 check_parameter(str(name), param)
 
-    def _listed(self, group: dict[str, Any]) -> list[Listed]:
+    def _listed(self, group: dict[str, Any]) -> Iterator[Listed]:
         names = group.get("param_names")
         first = self._num_listed
         self._num_listed += len(group["params"])
-        return [
-            Listed(str(names[at]) if names else first + at, param, group)
-            for at, param in enumerate(group["params"])
-        ]
+        for at, param in enumerate(group["params"]):
+            yield Listed(str(names[at]) if names else first + at, param, group)
 
     def _trainable(self, members: Iterable[Listed]) -> list[ParameterInfo]:
         """Describe those that have state from now on; the others are kept as frozen."""
@@ -148,6 +149,8 @@ class Registration(torch.optim.Optimizer):
         for member in members:
             if member.param.requires_grad:
                 index = len(self._layout.infos) + len(infos)
+                if index == member.name:
+                    index = member.name  # one object for both
                 infos.append(ParameterInfo(index, member.name, member.param, self._bucket(member)))
             else:
                 self._frozen.append(member)
@@ -217,6 +220,8 @@ class Registration(torch.optim.Optimizer):
         states = [*self.state_records(rule), "master"]
         resident = self._rules.select(name, param, states)
         bucket = Bucket(rule, form, param.dtype, str(param.device), resident)
+        if bucket not in self._buckets:
+            self.check_bucket(bucket, name)
         # One object for all parameters of a bucket: there may be a hundred thousand.
         return self._buckets.setdefault(bucket, bucket)
 
@@ -264,6 +269,14 @@ def _check_listed(param_group: dict[str, Any]) -> None:
     if params is None or isinstance(params, torch.Tensor | set):
         return
     params = param_group["params"] = list(params)
+    tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+    if len(np.unique(np.fromiter(map(id, tensors), np.int64, len(tensors)))) == len(
+        tensors
+    ) and all(
+        isinstance(tensor, torch.Tensor) and (tensor.is_leaf or tensor.retains_grad)
+        for tensor in tensors
+    ):
+        return
     seen: dict[int, int] = {}
     for position, item in enumerate(params):
         name, param = item if isinstance(item, tuple) else (f"number {position}", item)

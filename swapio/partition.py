@@ -84,6 +84,13 @@ def pack(
     Raises:
         ConfigError: A count is negative, or `sub_group_numel` is below 1.
     """
+    return list(iter_pack(numels, sub_group_numel, cut_numel=cut_numel))
+
+
+def iter_pack(
+    numels: Sequence[int], sub_group_numel: int, *, cut_numel: int = CUT_NUMEL
+) -> Iterator[SubGroupPlan]:
+    """Yield what `pack` returns, one by one: not all fragments need exist at once."""
     _check_numels(numels, "sub_group_numel", sub_group_numel)
     builder = _Builder()
     for param_index, numel in enumerate(numels):
@@ -101,8 +108,9 @@ def pack(
             offset += take
             if offset < numel:
                 builder.close()
+                yield from builder.take()
     builder.close()
-    return builder.sub_groups
+    yield from builder.take()
 
 
 def pack_whole(numels: Sequence[int], sub_group_numel: int) -> list[SubGroupPlan]:
@@ -135,6 +143,7 @@ class _Builder:
     def __init__(self) -> None:
         self.sub_groups: list[SubGroupPlan] = []
         self.numel = 0
+        self._num_taken = 0
         self._fragments: list[Fragment] = []
 
     def add(self, param_index: int, param_offset: int, numel: int) -> None:
@@ -144,9 +153,15 @@ class _Builder:
 
     def close(self) -> None:
         if self._fragments:
-            plan = SubGroupPlan(len(self.sub_groups), self.numel, tuple(self._fragments))
+            index = self._num_taken + len(self.sub_groups)
+            plan = SubGroupPlan(index, self.numel, tuple(self._fragments))
             self.sub_groups.append(plan)
         self._fragments, self.numel = [], 0
+
+    def take(self) -> list[SubGroupPlan]:
+        taken, self.sub_groups = self.sub_groups, []
+        self._num_taken += len(taken)
+        return taken
 
 
 class ShardBounds(NamedTuple):

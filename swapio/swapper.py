@@ -28,6 +28,10 @@ from swapio.views import Chunk, SubGroupView, TransferHandle
 __all__ = ["PartitionedSwapper", "RecordSpec", "SubGroup", "SubGroupState"]
 
 
+# Elements of a chunk that needs no transfer.
+_RESIDENT_NUMEL = 1 << 22
+
+
 class PartitionedSwapper(RecordAccess):
     """Swap whole sub-groups in and out, blocking.
 
@@ -175,9 +179,12 @@ class PartitionedSwapper(RecordAccess):
         """Yield the chunks of a sub-group that is in RAM, in ascending order."""
         group.check_chunkable()
         buffers = self.whole(group)
-        for index in range(group.num_chunks):
-            start, stop = group.chunk_bounds(index)
-            chunk = Chunk(group, start, group.numel if stop is None else stop, buffers)
+        step = group.chunk_numel if group.streamed else 0
+        step = step or max(1, group.numel)
+        if not group.swapped:  # no transfer to overlap with: fewer calls of the kernels
+            step *= max(1, _RESIDENT_NUMEL // step)
+        for start in range(0, group.numel, step):
+            chunk = Chunk(group, start, min(group.numel, start + step), buffers)
             self._stats.num_chunks += 1
             yield chunk
             if chunk.dirty:
