@@ -81,12 +81,17 @@ class DataFolder:
         if is_creator:
             # Locked before it has the name by which a sweep would look at it.
             unborn = folder / f".{token}"
-            folder.mkdir(parents=True, exist_ok=True)
-            unborn.mkdir()
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._fd = os.open(unborn / OWNER_NAME, flags, 0o644)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            unborn.rename(self.path)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                unborn.mkdir()
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                self._fd = os.open(unborn / OWNER_NAME, flags, 0o644)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                unborn.rename(self.path)
+            except BaseException:
+                shutil.rmtree(unborn, ignore_errors=True)
+                self.discard()
+                raise
 
     def discard(self) -> None:
         """Remove everything that was written, and the checkpoint's folder if nothing is in it."""

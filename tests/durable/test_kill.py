@@ -19,7 +19,7 @@ from swapio.aio import Engine
 from swapio.checkpoint import list_checkpoints, verify_checkpoint
 from swapio.optim import AdamW
 
-SIZES = [(5,), (300, 1000), (900_000,), (64, 64)]
+SIZES = [(5,), (300, 1000), (1_500_000,), (64, 64)]
 SWAP = {
     "sub_group_numel": 1 << 19,
     "min_swap_bytes": 0,
