@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -87,7 +88,7 @@ def bench_save(root, numel, host_memory):
             marks.append(moved(opt))
         (root / "copy").mkdir(exist_ok=True)
         copied = copy_seconds(folder, root / "copy")
-    steps = [difference(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    steps = [difference(a, b) for a, b in itertools.pairwise(marks)]
     return {
         "numel": sum(p.numel() for p in params),
         "save_seconds": seconds,
@@ -137,8 +138,8 @@ def main():
         for row in saves:
             print(
                 f"save {row['numel'] / 1e6:8.0f} M: {row['save_seconds']:.3f} s, linked "
-                f"{row['linked_bytes'] / 1e9:.3f} GB, wrote {row['ram_bytes'] / 1e9:.3f} GB of RAM; "
-                f"copying the slots takes {row['copy_seconds']:.3f} s; memory grew by "
+                f"{row['linked_bytes'] / 1e9:.3f} GB, wrote {row['ram_bytes'] / 1e9:.3f} GB of "
+                f"RAM; copying the slots takes {row['copy_seconds']:.3f} s; memory grew by "
                 f"{row['anonymous_growth'] / 1e6:.1f} MB"
             )
         numel = int(args.numel[-1])
@@ -153,11 +154,13 @@ def main():
             for name, swap in ways.items()
         ]
         for row in rows:
+            ratio = row["seconds"] / rows[0]["seconds"]
+            read, written, copied = (
+                row["bytes"][f"bytes_{what}"] / numel for what in ("read", "written", "copied")
+            )
             print(
-                f"step {row['name']:10} {row['seconds']:.3f} s, {row['seconds'] / rows[0]['seconds']:.3f} of "
-                f"one slot; read {row['bytes']['bytes_read'] / numel:.2f}, written "
-                f"{row['bytes']['bytes_written'] / numel:.2f}, copied "
-                f"{row['bytes']['bytes_copied'] / numel:.2f} bytes per parameter"
+                f"step {row['name']:10} {row['seconds']:.3f} s, {ratio:.3f} of one slot; bytes per "
+                f"parameter: read {read:.2f}, written {written:.2f}, copied {copied:.2f}"
             )
         print(json.dumps({"saves": saves, "steps": rows}))
 

@@ -197,18 +197,14 @@ class PipelinedSwapper(WriteBehind):
         with self._lock:
             self._check()
             if self._writes_through:
-                self._flush_queue()
-                for key in list(self._open):
-                    self._end_transaction(key)
+                self._end_all()
             return super().commit(step, payload, **scalars)
 
     def drain(self) -> None:
         """Block until everything that was started is on storage; raise the first error."""
         with self._lock:
             self._check()
-            self._flush_queue()
-            for key in list(self._open):
-                self._end_transaction(key)
+            self._end_all()
             while self._writing:
                 self._wait_writing(self._writing[0])
             for key in list(self._seals):

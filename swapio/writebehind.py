@@ -147,10 +147,19 @@ class WriteBehind(PartitionedSwapper):
             raise second from error
 
     def _end_transaction(self, key: str) -> None:
-        """Seal the sub-group's transaction once all its writes are submitted; does not block."""
+        """Seal the sub-group's transaction once all its writes are submitted; does not block.
+
+        Into another slot than the LIVE one kept chunks are written too: what is missing there the
+        store would have to copy from the LIVE slot.
+        """
         if key not in self._open:
             return
         self._ending.add(key)
+        if not self._open[key].is_in_place:
+            for item in self._cache.of_key(key):
+                if item.state is ItemState.DIRTY and item not in self._queued:
+                    item.keep = True
+                    self._queued.append(item)
         if any(item.id[0] == key for item in self._queued):
             return
         self._ending.discard(key)
@@ -209,12 +218,18 @@ class WriteBehind(PartitionedSwapper):
         self._fence(key)
         return True
 
+    def _end_all(self) -> None:
+        """Submit everything that is queued and seal every open transaction; does not block."""
+        self._flush_queue()
+        for key in list(self._open):
+            self._end_transaction(key)
+        self._flush_queue()
+
     def _fence(self, key: str) -> None:
         """Wait until the last write of a sub-group is complete and sealed."""
+        self._end_transaction(key)
         if key in self._open:
-            if any(item.id[0] == key for item in self._queued):
-                self._flush_queue()
-            self._end_transaction(key)
+            self._flush_queue()
         while any(item.id[0] == key for item in self._writing):
             self._complete_write(self._writing[0])
         handle = self._seals.pop(key, None)
