@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from support.training import (
-    MODES,
     assert_same,
     make_parameters,
     set_gradients,
@@ -21,7 +20,7 @@ from swapio.optim import AdamW
 N = 1_100_000
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["ram", pytest.param("partitioned", marks=pytest.mark.slow), "pipelined"])
 def mode(request):
     return request.param
 

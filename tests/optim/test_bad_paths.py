@@ -26,7 +26,7 @@ from swapio.optim import AdamW
 N = 1_100_000
 
 
-@pytest.fixture(params=["partitioned", "pipelined"])
+@pytest.fixture(params=[pytest.param("partitioned", marks=pytest.mark.slow), "pipelined"])
 def mode(request):
     return request.param
 

@@ -21,7 +21,7 @@ from swapio.optim import AdamW
 SIZES = [700_000, 600_000, 5]
 
 
-@pytest.fixture(params=["partitioned", "pipelined"])
+@pytest.fixture(params=[pytest.param("partitioned", marks=pytest.mark.slow), "pipelined"])
 def mode(request):
     return request.param
 
@@ -223,6 +223,7 @@ def test_an_interrupt_waits_for_the_end_of_the_step(tmp_path, mode, points):
     opt.close()
 
 
+@pytest.mark.parametrize("mode", ["pipelined"])
 def test_an_interrupt_at_random_times(tmp_path, mode):
     whole = resident_after(2 + 30)
     params = make_parameters(SIZES)

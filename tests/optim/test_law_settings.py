@@ -52,7 +52,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_change_no_bit(tmp_path, expected, name, dtype):
     params = make_parameters(SIZES, dtype)
@@ -98,7 +100,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
-@pytest.mark.parametrize("level", ["scalar", "avx2"])
+@pytest.mark.parametrize("level", ["scalar", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_simd_levels_change_no_bit(tmp_path, expected, level):
     if level not in kernels.simd_levels():
         pytest.skip(f"this processor has no {level}")

@@ -69,9 +69,11 @@ CASES = {
     "very many": (100_000, 1024, 64 * MIB, "float32", "pipelined"),
 }
 
+SLOW = ("large partitioned", "large bf16", "very many")
+
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "very many")) for c in CASES]
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES]
 )
 def test_growth_stays_within_host_memory(tmp_path, case):
     count, numel, budget, dtype, kind = CASES[case]

@@ -83,7 +83,7 @@ _ENDS = {
 }
 
 
-_SLOW = ("os exit", "global reference", "exit code")
+_SLOW = ("os exit", "global reference", "exit code", "no reference", "other thread")
 
 
 @pytest.mark.parametrize(

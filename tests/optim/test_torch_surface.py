@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: TID251
 from torch.optim import lr_scheduler
 
 from support.training import (
-    MODES,
     assert_same,
     make_parameters,
     set_gradients,
@@ -29,7 +28,7 @@ from swapio.optim import Adam, AdamW
 N = 1_100_000  # 8.8 MB of state
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["ram", pytest.param("partitioned", marks=pytest.mark.slow), "pipelined"])
 def mode(request):
     return request.param
 
