@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--heads", type=int, default=8, help="attention heads")
     add("--sequence", type=int, default=128, help="bytes of a sequence")
     add("--batch", type=int, default=4, help="sequences of a step")
-    add("--steps", type=int, default=50, help="training steps of each run")
+    add("--steps", type=int, default=40, help="training steps of each run")
     add(
         "--optimizer",
         choices=("adamw", "muon"),
