@@ -163,6 +163,7 @@ class Durable(StateAccess):
         self._finish_save()
         self._snapshots.settle()
         swapper = self._runtime.swapper
+        self._masters.resync_now()
         swapper.flush()
         contents = contents_of(
             self._layout,

@@ -97,6 +97,42 @@ class Masters:
             self._foreign = self._layout.infos[packed.units.param[changed[0]]].name
         self._resync(packed, chunk, changed)
 
+    def resync_now(self) -> None:
+        """Do what the next step would do about foreign changes; before state is saved. Blocks.
+
+        A parameter in upper halves that somebody changed does not fit its lower halves: saved
+        together they would be a master that never was.
+        """
+        if self._on_change != "resync":
+            return
+        addresses = self._addresses()
+        for packed in self._layout.groups.values():
+            if not self._has_digest(packed):
+                continue
+            units = packed.units
+            now = self._hash(packed, np.arange(len(units.param)), addresses)
+            changed = np.flatnonzero(units.known & (now != units.digest))
+            for row in changed:
+                self._adopt_unit(packed, int(row))
+            units.digest[changed] = now[changed]
+
+    def _adopt_unit(self, packed: PackedGroup, row: int) -> None:
+        units, key = packed.units, packed.key
+        at, first, count = int(units.position[row]), int(units.offset[row]), int(units.numel[row])
+        info = self._layout.infos[units.param[row]]
+        self._foreign = self._foreign or info.name
+        weights = flat(info.param)[first : first + count]
+        if info.form is MasterForm.SEPARATE:
+            self._swapper.write(key, "master", weights.float(), start=at)
+            return
+        ties = self._all_ties(key)
+        lo, hi = np.searchsorted(ties, (at, at + count))
+        self._ties[key] = np.concatenate([ties[:lo], ties[hi:]])
+        self._swapper.set_meta(key, _encode(self._ties[key], packed.numel))
+        self._swapper.write(key, "master_low", torch.zeros(count, dtype=torch.int16), start=at)
+        if "param" in self._swapper.records(key):
+            self._swapper.write(key, "param", weights, start=at)
+
     def warn(self) -> None:
         """Say once that a parameter was resynced. After the step: a warning may be an exception."""
         if self._foreign is not None and not self._warned:

@@ -80,6 +80,7 @@ class Snapshots:
         self.settle()
         swapper = self._runtime.swapper
         if swapper.failure is None:
+            self._masters.resync_now()
             swapper.flush()
         taker = _Taker(self._layout, self._runtime, self._masters, self._pin())
         try:

@@ -245,3 +245,21 @@ def test_versions_and_absence_are_told(tmp_path):
             opt.load(tmp_path, "x")
         with pytest.raises(ConfigError, match="tag"):
             opt.save(tmp_path, "../x")
+
+
+@pytest.mark.parametrize("form", ["split", "separate"])
+@pytest.mark.filterwarnings("ignore:parameter .* was changed outside")
+def test_a_foreign_change_is_saved_as_the_next_step_would_see_it(tmp_path, form):
+    opt, params = make(tmp_path / "a", "bfloat16", master=form, host_memory="28MiB")
+    other, fresh = make(None, "bfloat16")
+    with opt, other:
+        train(opt, params, 1, 2)
+        with torch.no_grad():
+            params[2].data[1000:2000].mul_(2)
+        opt.save(tmp_path / "c")
+        other.load(tmp_path / "c")
+        assert torch.equal(fresh[2], params[2])
+        assert torch.equal(other.state[fresh[2]]["master"][1000:2000], params[2][1000:2000].float())
+        train(opt, params, 3, 4)
+        train(other, fresh, 3, 4)
+        assert_same(everything(other, fresh), everything(opt, params))

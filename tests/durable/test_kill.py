@@ -74,8 +74,8 @@ def kill_steps(crashes, tmp_path, durability, count):
         was_killed, lines = crashes.run({**job, "kill": ["step", number]})
         # The number of operations differs a little from run to run: reads are batched.
         done = last_number(lines, "step")
-        # A step's commit is awaited by the step after the next one at the latest.
-        check_resume(crashes, job, max(0, done - 1) if was_killed else 3, min(3, done + 1))
+        # With the default slots the commits of two steps may be on their way when the next begins.
+        check_resume(crashes, job, max(0, done - 2) if was_killed else 3, min(3, done + 1))
 
 
 @pytest.mark.parametrize("durability", ["step", "power"])
@@ -159,11 +159,11 @@ def kill_at_random(crashes, tmp_path, count, durability, seed):
     known = 0
     for turn in range(count):
         _, lines = crashes.run(job, kill_after=generator.uniform(0, 0.6))
-        assert last_number(lines, "ready") >= known - 1, f"seed {seed}, turn {turn}"
+        assert last_number(lines, "ready") >= known - 2, f"seed {seed}, turn {turn}"
         known = last_number(lines, "ready", "step")
     check_checkpoints(folder / "c", 0)
     if known < 400:
-        check_resume(crashes, job, max(0, known - 1), known + 1)
+        check_resume(crashes, job, max(0, known - 2), known + 1)
 
 
 @pytest.mark.parametrize("durability", ["step"])
