@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
         "cpu": model.group(1) if model else platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
     }
 
