@@ -111,7 +111,7 @@ def test_twenty_state_dicts_leak_nothing(tmp_path, mode):
         assert maps.count("snapshot-") == 0
 
 
-@pytest.mark.parametrize("source", ["ram", "pipelined"])
+@pytest.mark.parametrize("source", [pytest.param("ram", marks=pytest.mark.slow), "pipelined"])
 @pytest.mark.parametrize("target", ["ram", "pipelined", "partitioned", "cut", "step"])
 def test_a_bf16_run_resumed_through_torch_save_is_bit_equal(tmp_path, source, target):
     opt, params = make(tmp_path / "a", source, "bfloat16")

@@ -35,8 +35,15 @@ def settings(path, durability="step", **more):
     return {"path": str(path), "durability": durability, **SMALL, **more}
 
 
-@pytest.mark.parametrize("swapper", SWAPPERS)
-@pytest.mark.parametrize(("dtype", "master"), FORMS)
+def cases():
+    """Every form with the pipelined swapper, every swapper with two forms; the rest is slow."""
+    for swapper in SWAPPERS:
+        for dtype, master in FORMS:
+            is_quick = swapper == "pipelined" or master == "split"
+            yield pytest.param(swapper, dtype, master, marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("swapper", "dtype", "master"), list(cases()))
 @pytest.mark.filterwarnings("ignore:.*master='none'.*")
 def test_a_crash_is_continued_bit_for_bit(tmp_path, swapper, dtype, master):
     """The process goes on in this one: leaving files locked is what a kill does too."""
@@ -60,6 +67,7 @@ def named(params):
     return [(f"p{i}", param) for i, param in enumerate(params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["step", "power"])
 def test_kill_at_random_points_of_steps_and_commits(tmp_path, durability):
     random_source = random.Random(5)
