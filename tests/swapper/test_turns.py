@@ -191,7 +191,10 @@ def test_a_run_that_does_not_close_ends(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    # A fall-back may be logged here; what must not be there is a failure at exit.
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 RANK = """
