@@ -33,15 +33,11 @@ class AdamRuleMixin(SwapOptimizer):
 
     def adam_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the units of a chunk that have a gradient; False if none has."""
-        units = packed.units
-        span = units.slice_of(chunk.start, chunk.stop)
-        rows = np.arange(span.start, span.stop)
-        if not step.gradients.complete:
-            rows = rows[step.gradients.present[units.param[rows]]]
+        rows = step.rows_of(packed, chunk.start, chunk.stop)
         if not len(rows):
             return False
         self._masters.check(packed, chunk, rows, step)
-        for dtype, chosen in step.by_dtype(units.param[rows], rows):
+        for dtype, chosen in step.by_dtype(packed.units.param[rows], rows):
             self._adam_call(packed, chunk, step, chosen, dtype)
         self._masters.publish(packed, rows, step)
         return True
@@ -57,9 +53,11 @@ class AdamRuleMixin(SwapOptimizer):
         spans["grad"] = step.gradients.address[param] + (offset * dtype.itemsize).astype(np.uint64)
         for name, record_dtype in self.adam_records().items():
             spans[name] = chunk.address(name) + place * record_dtype.itemsize
+        # There is no kernel with an fp32 copy of an fp32 master: it is copied after the pass.
+        is_copied = bucket.form is MasterForm.SEPARATE and bucket.dtype is torch.float32
         if bucket.form is MasterForm.SEPARATE:
             spans["param"] = chunk.address("master") + place * 4
-            spans["out"] = model
+            spans["out"] = 0 if is_copied else model
         else:
             spans["param"] = model
         if bucket.form is MasterForm.SPLIT:
@@ -76,6 +74,8 @@ class AdamRuleMixin(SwapOptimizer):
             ties=self._masters.ties_of(packed, chunk.start, chunk.stop) if split else None,
             seed=self._num_steps,
         )
+        if is_copied:
+            kernels.copy_spans(spans["param"], model, units.numel[rows] * 4)
         if ties is not None:  # only a split master has them
             self._masters.replace_ties(packed, rows, ties, chunk)
 
@@ -95,7 +95,8 @@ class AdamRuleMixin(SwapOptimizer):
     def _form(self, form: MasterForm, param: torch.dtype, grad: torch.dtype) -> int:
         state = _DTYPES[self.config.state_dtype]
         if form is MasterForm.SEPARATE:
-            return kernels.adam_form(param=torch.float32, grad=grad, state=state, out=param)
+            out = None if param is torch.float32 else param
+            return kernels.adam_form(param=torch.float32, grad=grad, state=state, out=out)
         return kernels.adam_form(
             param=param,
             grad=grad,
@@ -112,7 +113,7 @@ class AdamW(AdamRuleMixin):
 
     Args:
         params: Parameters, named parameters, or param groups, as for torch.optim.AdamW. Dense
-            fp32, bf16 or fp16 parameters on the CPU.
+            fp32, bf16 or fp16 parameters, on the CPU or on one CUDA device.
         lr: Learning rate.
         betas: Decay of the running averages of the gradient and of its square.
         eps: Added to the denominator, as in torch.
@@ -121,6 +122,7 @@ class AdamW(AdamRuleMixin):
         maximize: Ascend instead of descend.
         swap: Where state lives: a folder, a dict or SwapConfig of settings, or None for RAM.
         max_grad_norm: Clip the global gradient norm inside the step (no extra pass over p.grad).
+        gradients: "keep" or "stream"; see SwapOptimizer.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").
 
@@ -147,6 +149,7 @@ class AdamW(AdamRuleMixin):
         bias_correction: bool = True,
         swap: SwapSetting = None,
         max_grad_norm: float | None = None,
+        gradients: str = "keep",
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
@@ -164,6 +167,7 @@ class AdamW(AdamRuleMixin):
             defaults,
             swap=swap,
             max_grad_norm=max_grad_norm,
+            gradients=gradients,
             nonfinite=nonfinite,
             resume=resume,
         )

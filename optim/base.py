@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SwapOptimizer: a torch optimizer whose state lives where a swapper keeps it.
 
-    closure -> collect gradients -> decide (norm, finite) -> sweep over the sub-groups -> commit
+    closure -> gather gradients -> decide (norm, finite) -> sweep over the sub-groups -> commit
 
 Subclasses give the update rule; everything else (packing, masters, digests, state access, the
 lifecycle) is here and in the modules beside this one.
@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -25,12 +25,13 @@ from swapio.errors import ClosedError, ConfigError, SwapioError, describe_error
 from swapio.optim import kernels
 from swapio.optim.context import StepContext
 from swapio.optim.durable import Durable
-from swapio.optim.gradients import collect, decide
 from swapio.optim.interrupt import delayed_interrupt
 from swapio.optim.layout import PackedGroup
 from swapio.optim.report import about_run, describe, step_stats
 from swapio.optim.state import StateMapping
 from swapio.optim.stepstats import StepStats
+from swapio.optim.stream_open import is_on_device, open_stream, open_weights, stream_bytes
+from swapio.optim.stream_source import GRADIENT_MODES, GradientSource
 from swapio.plan import Plan
 from swapio.views import Chunk
 
@@ -45,8 +46,10 @@ class SwapOptimizer(Durable):
         defaults: Default hyperparameters of the param groups.
         swap: Where state lives: a path, a dict, a SwapConfig, or None for RAM.
         max_grad_norm: Clip the global gradient norm inside the step.
+        gradients: "keep" leaves them in `p.grad`; "stream" copies each to memory of swapio's
+            during backward and frees it.
         nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
-            is "skip" with `max_grad_norm`, else "propagate" as in torch.
+            is "skip" with `max_grad_norm` or a loss scale, else "propagate" as in torch.
         resume: Continue from the last committed step in the folder, if there is one.
 
     Attributes:
@@ -61,16 +64,18 @@ class SwapOptimizer(Durable):
         *,
         swap: SwapSetting = None,
         max_grad_norm: float | None = None,
+        gradients: str = "keep",
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
-        self._begin_registration(_checked_config(SwapConfig.coerce(swap)))
+        self._begin_registration(_checked_config(SwapConfig.coerce(swap), gradients))
         self._closed = False
         self._pid = os.getpid()
-        self.max_grad_norm = _checked_norm(max_grad_norm)
-        self.nonfinite = nonfinite or ("propagate" if max_grad_norm is None else "skip")
-        if self.nonfinite not in ("propagate", "skip", "raise"):
+        if nonfinite not in (None, "propagate", "skip", "raise"):
             raise ConfigError(f"nonfinite={nonfinite!r} is none of 'propagate', 'skip', 'raise'")
+        self.gradients = gradients
+        self._source = GradientSource(self._table, nonfinite)
+        self._source.max_grad_norm = _checked_norm(max_grad_norm)
         self._stats = StepStats()
         self._num_steps = 0
         self.grad_norm: float | None = None
@@ -79,6 +84,11 @@ class SwapOptimizer(Durable):
         super().__init__(params, defaults)
         kernels.set_threads(self.config.resolve_cpu_threads(), self.config.cpu_affinity or ())
         self._open_runtime(self._register_all(), resume=resume)
+        try:
+            self._open_ways()
+        except BaseException:
+            self._runtime.close()
+            raise
         self.state = StateMapping(self)  # type: ignore[assignment]
         self._ready = True
 
@@ -128,22 +138,27 @@ class SwapOptimizer(Durable):
         if self._frozen:
             self._thaw()
         groups = self._group_index()
-        gradients = collect(self._table)
+        gradients = self._source.gather()
         gradients.present &= groups >= 0
-        decision = decide(
-            self._table, gradients, max_grad_norm=self.max_grad_norm, nonfinite=self.nonfinite
-        )
+        decision = self._source.decide(gradients)
         self.grad_norm = decision.norm
         self.step_skipped = not decision.take
-        if not decision.take:
-            return
-        step = StepContext(self, groups, self._counts, gradients, decision.scale)
+        if decision.take:
+            self._update(StepContext(self, groups, self._counts, gradients, decision.scale))
+        self._source.release()
+
+    def _update(self, step: StepContext) -> None:
+        """Step everything that has a gradient, and commit."""
         self._masters.begin_step(step)
         try:
+            if self._weights is not None:
+                self._weights.begin()
             self._sweep(step)
+            if self._weights is not None:
+                self._weights.end()
             self._counts = step.counts
             params = self._table.tensors
-            changed = params if gradients.complete else [params[i] for i in step.indices]
+            changed = params if step.gradients.complete else [params[i] for i in step.indices]
             torch.autograd.graph.increment_version(changed)
             self._num_steps += 1
             self._commit_step()
@@ -164,16 +179,98 @@ class SwapOptimizer(Durable):
         swapper.set_order(keys)
         for key in keys:
             packed = self._layout.groups[key]
-            with swapper.swap_in(key) as view:
+            with self._source.loaded(packed, step.gradients), swapper.swap_in(key) as view:
                 for chunk in view.chunks():
                     with self._stats.compute():
-                        changed = self.update_chunk(packed, chunk, step)
-                        if changed:
-                            self._masters.copy_params(packed, chunk, step)
+                        changed = self._step_chunk(packed, chunk, step)
                     if changed:
                         chunk.mark_dirty()
         # What has room in the buffers is read during the next forward and backward.
         swapper.set_order(keys[::-1])
+
+    def _step_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
+        if self._weights is None or not is_on_device(packed):
+            changed = self.update_chunk(packed, chunk, step)
+            if changed:
+                self._masters.copy_params(packed, chunk, step)
+            return changed
+        rows = step.rows_of(packed, chunk.start, chunk.stop)
+        if not len(rows):
+            return False
+        span = (chunk.start, chunk.stop)
+        with self._weights.staged(packed, *span, rows, step.param_address) as upload:
+            self.update_chunk(packed, chunk, step)
+            self._masters.copy_params(packed, chunk, step)
+            upload()
+        return True
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The global gradient norm that every step is clipped to; may be set at any time."""
+        return self._source.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._source.max_grad_norm = _checked_norm(value)
+
+    @property
+    def nonfinite(self) -> str:
+        """What inf or nan in a gradient does: "propagate", "skip" or "raise"."""
+        return self._source.nonfinite
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the global norm of the next step, as torch.nn.utils.clip_grad_norm_.
+
+        Gradients stay as they are: the step multiplies them. Works wherever gradients are; blocks
+        until all of them are in RAM.
+
+        Args:
+            max_norm: The limit; with `max_grad_norm` or another call, the lowest counts.
+
+        Returns:
+            The norm before clipping, unscaled, as a float64 tensor on the CPU.
+
+        Raises:
+            ConfigError: `max_norm` is not positive.
+        """
+        self._check_open()
+        return torch.tensor(self._source.clip(max_norm), dtype=torch.float64)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Divide the gradients by `scale` within the next step; a loss scaler's part.
+
+        Raises:
+            ConfigError: The scale is not a positive number.
+        """
+        self._check_open()
+        if not 0 < scale < float("inf"):
+            raise ConfigError(f"a loss scale must be a positive number, not {scale!r}")
+        self._source.set_loss_scale(scale)
+
+    def scratch_bytes(self, groups: Iterable[PackedGroup]) -> int:
+        """As Registration, with the memory of streamed gradients."""
+        streamed = self.gradients == "stream"
+        return super().scratch_bytes(groups) + stream_bytes(
+            self._layout, self.config, streamed=streamed
+        )
+
+    def _open_ways(self) -> None:
+        """Open the ways of gradients to the kernels, and of weights back to a device."""
+        self._weights = open_weights(self._layout, self.config)
+        self._source.stream = open_stream(
+            self._layout,
+            self._table,
+            self.config,
+            lambda: self._runtime.swapper,
+            streamed=self.gradients == "stream",
+        )
+
+    def _follow_table(self) -> None:
+        if self._source.stream is not None:
+            self._source.stream.attach()
 
     # -- reports and end ---------------------------------------------------------------------
 
@@ -201,6 +298,9 @@ class SwapOptimizer(Durable):
         if self._closed or not self._ready or os.getpid() != self._pid:
             return
         self._closed = True
+        self._source.close()
+        if self._weights is not None:
+            self._weights.close()
         self._close_saving()
         if self._runtime.tracer is not None:
             name, counts = type(self).__name__, step_stats(self._runtime, self._stats)
@@ -249,18 +349,20 @@ _NO_COPY = (
 )
 
 
-def _checked_config(config: SwapConfig) -> SwapConfig:
-    """Refuse settings that optimizers cannot honour."""
-    if config.accumulation_dtype != "float32":
+def _checked_config(config: SwapConfig, gradients: str) -> SwapConfig:
+    """Refuse settings that do not fit together."""
+    if gradients not in GRADIENT_MODES:
+        raise ConfigError(f"gradients={gradients!r} is neither 'keep' nor 'stream'")
+    if gradients == "keep" and config.accumulation_dtype != "float32":
         raise ConfigError(
             f"accumulation_dtype={config.accumulation_dtype!r} is about streamed gradients, but "
-            "this optimizer leaves gradients in p.grad, where autograd accumulates them in the "
-            "parameter's dtype; leave it at 'float32'"
+            "with gradients='keep' they stay in p.grad, where autograd accumulates them in the "
+            "parameter's dtype; leave it at 'float32', or pass gradients='stream'"
         )
-    if config.swap_gradients:
+    if gradients == "keep" and config.swap_gradients:
         raise ConfigError(
-            "swap_gradients=True is for engines that hand gradient fragments to a swapper "
-            "(put_gradient), but this optimizer leaves gradients in p.grad; set it to False"
+            "swap_gradients=True keeps streamed gradients on storage, but with gradients='keep' "
+            "they stay in p.grad; set it to False, or pass gradients='stream'"
         )
     return config
 

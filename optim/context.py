@@ -73,6 +73,15 @@ class StepContext:
         """Whether any parameter of a sub-group has a gradient."""
         return self.gradients.complete or bool(self.gradients.present[packed.units.param].any())
 
+    def rows_of(self, packed: PackedGroup, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Units of a sub-group within elements `[start, stop)` that have a gradient."""
+        span = packed.units.slice_of(start, stop)
+        rows = np.arange(span.start, span.stop)
+        if self.gradients.complete:
+            return rows
+        chosen: npt.NDArray[np.int64] = rows[self.gradients.present[packed.units.param[rows]]]
+        return chosen
+
     def by_dtype(
         self, params: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[torch.dtype, npt.NDArray[np.int64]]]:

@@ -72,7 +72,7 @@ class Durable(StateAccess):
             )
         requests = [self._request(group) for group in groups]
         self._runtime = SwapRuntime(
-            self.config, requests, workspace_bytes=self.workspace_bytes(groups), resume=resume
+            self.config, requests, workspace_bytes=self.scratch_bytes(groups), resume=resume
         )
         swapper = self._runtime.swapper
         self._masters = Masters(self._layout, swapper, self.config.on_param_change)

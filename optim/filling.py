@@ -179,7 +179,7 @@ class _GroupFiller:
 
     def _read_master(self, index: int, first: int, target: torch.Tensor) -> torch.Tensor:
         """Read a run of the master, and round it to the parameter's elements `target`."""
-        if target.dtype is torch.float32:
+        if target.dtype is torch.float32 and target.device.type == "cpu":
             self._source.read(index, "master", first, target)
             return target
         master = torch.empty(target.numel(), dtype=torch.float32)

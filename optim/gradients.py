@@ -7,7 +7,7 @@ apply; a gradient in an unsuitable layout is copied, and the copy lives until th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, eq, is_not
@@ -22,7 +22,9 @@ from swapio.optim import kernels
 from swapio.optim.layout import ParameterInfo
 from swapio.optim.parameters import Addresses, ParameterTable
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+OVERFLOWED = "some parameter (the sum of squares overflowed)"
 
 _grad, _shape, _dtype = map(attrgetter, ("grad", "shape", "dtype"))
 
@@ -98,7 +100,7 @@ def _plain(table: ParameterTable, grads: Sequence[torch.Tensor | None]) -> Addre
     if not table.is_contiguous or not all(map(is_not, grads, repeat(None))):
         return None
     found = cast("Sequence[torch.Tensor]", grads)
-    if found and found[0].dtype not in _DTYPES:
+    if found and found[0].dtype not in GRADIENT_DTYPES:
         return None
     if len(set(map(_dtype, found))) > 1 or not all(map(eq, map(_shape, found), table.shapes)):
         return None
@@ -128,10 +130,10 @@ def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor])
             f"the gradient of {info.name} is on {grad.device}, the parameter on {param.device}. "
             "Nothing was stepped"
         )
-    if grad.dtype not in _DTYPES:
+    if grad.dtype not in GRADIENT_DTYPES:
         raise ConfigError(
             f"the gradient of {info.name} has dtype {grad.dtype}; there are kernels for "
-            f"{', '.join(map(str, _DTYPES))}. Nothing was stepped"
+            f"{', '.join(map(str, GRADIENT_DTYPES))}. Nothing was stepped"
         )
     if grad.stride() == param.stride() or grad.numel() == 0:
         return grad
@@ -142,34 +144,43 @@ def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor])
 
 
 def decide(
-    table: ParameterTable,
-    gradients: Gradients,
+    total: Callable[[], float],
     *,
-    max_grad_norm: float | None,
+    limit: float | None,
     nonfinite: str,
+    unscale: float = 1.0,
+    culprit: Callable[[], str],
 ) -> Decision:
     """Decide whether to step and with which factor, from norms in float64.
 
-    The factor is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6) if below 1.
+    The factor is `unscale`, times max_norm / (norm + 1e-6) as torch.nn.utils.clip_grad_norm_ has it
+    where that is below 1.
+
+    Args:
+        total: Gives the sum of the squares of all gradients as they are; called if it is needed.
+        limit: The largest norm after unscaling; None does not clip.
+        nonfinite: "propagate", "skip" or "raise".
+        unscale: 1 / loss scale.
+        culprit: Names a parameter whose gradient is not finite.
 
     Raises:
         SwapioError: `nonfinite="raise"` and a gradient has an inf or nan (named).
     """
-    if gradients.dtype is None or (max_grad_norm is None and nonfinite == "propagate"):
-        return Decision(True, 1.0, None)
-    total = square_sum(table, gradients)
-    norm = float(np.sqrt(total))
-    if not np.isfinite(total):
+    if limit is None and nonfinite == "propagate":
+        return Decision(True, unscale, None)
+    squares = total()
+    norm = float(np.sqrt(squares)) * unscale
+    if not np.isfinite(squares):
         if nonfinite == "raise":
             raise SwapioError(
-                f"inf or nan in the gradient of {_first_nonfinite(table.infos)}. Nothing was "
-                "stepped (nonfinite='raise'; 'skip' leaves such steps out)"
+                f"inf or nan in the gradient of {culprit()}. Nothing was stepped "
+                "(nonfinite='raise'; 'skip' leaves such steps out)"
             )
         if nonfinite == "skip":
-            return Decision(False, 1.0, norm)
-    scale = 1.0
-    if max_grad_norm is not None:
-        scale = min(1.0, max_grad_norm / (norm + 1e-6))
+            return Decision(False, unscale, norm)
+    scale = unscale
+    if limit is not None and limit / (norm + 1e-6) < 1.0:
+        scale *= limit / (norm + 1e-6)
     return Decision(True, scale, norm)
 
 
@@ -191,8 +202,9 @@ def square_sum(table: ParameterTable, gradients: Gradients) -> float:
     return total
 
 
-def _first_nonfinite(infos: Sequence[ParameterInfo]) -> str:
+def first_nonfinite(infos: Sequence[ParameterInfo]) -> str:
+    """Name a parameter whose `p.grad` is not finite."""
     for info in infos:
         if info.param.grad is not None and not bool(torch.isfinite(info.param.grad).all()):
             return info.name
-    return "some parameter (the sum of squares overflowed)"
+    return OVERFLOWED

@@ -107,8 +107,8 @@ def check_parameter(name: str, param: torch.Tensor) -> None:
 
     if param.is_meta:
         raise refuse("is on the meta device", "Materialise the model before the optimizer.")
-    if param.device.type != "cpu":
-        raise refuse(f"is on {param.device}", "This version steps parameters on the CPU.")
+    if param.device.type not in ("cpu", "cuda"):
+        raise refuse(f"is on {param.device}", "Parameters may be on the CPU or on a CUDA device.")
     if param.layout is not torch.strided:
         raise refuse(f"has layout {param.layout}", "Only dense parameters can be swapped.")
     if param.dtype not in _FLOATS:
@@ -144,6 +144,11 @@ def master_form(wanted: str, name: str, param: torch.Tensor, *, split: bool) -> 
         raise ConfigError(
             f"master='param' needs fp32 parameters on the CPU, but {name} is {param.dtype} on "
             f"{param.device}; use master='auto'"
+        )
+    if form is MasterForm.NONE and not on_cpu:
+        raise ConfigError(
+            f"master='none' is for parameters on the CPU, but {name} is on {param.device}; use "
+            "master='auto'"
         )
     if form is MasterForm.SPLIT and (param.dtype is not torch.bfloat16 or not on_cpu):
         if param.dtype is torch.float32 and on_cpu:

@@ -195,6 +195,9 @@ class Masters:
             span = units.slice_of(start, stop)
             rows = np.arange(span.start, span.stop)
             rows = rows[chosen[units.param[rows]]]
+            if packed.bucket.device != "cpu":
+                self._restore_on_device(packed, rows, memory, start)
+                continue
             at = ((units.position[rows] - start) * dtype.itemsize).astype(np.uint64)
             source = at + np.uint64(memory.data_ptr())
             target = addresses[units.param[rows]] + (units.offset[rows] * width).astype(np.uint64)
@@ -202,6 +205,16 @@ class Masters:
                 kernels.copy_spans(source, target, units.numel[rows] * width)
             else:
                 kernels.convert_spans(source, target, units.numel[rows], dtype, packed.bucket.dtype)
+
+    def _restore_on_device(
+        self, packed: PackedGroup, rows: Rows, memory: torch.Tensor, start: int
+    ) -> None:
+        units = packed.units
+        for row in rows.tolist():
+            at, count = int(units.position[row]) - start, int(units.numel[row])
+            first = int(units.offset[row])
+            target = flat(self._layout.infos[units.param[row]].param)
+            target[first : first + count].copy_(memory[at : at + count])
 
     # -- ties of split masters ---------------------------------------------------------------
 
@@ -313,6 +326,8 @@ class Masters:
         self._swapper.write(key, "master_low", low, start=position)
 
     def _rehash(self, index: int) -> None:
+        if self._layout.infos[index].bucket.device != "cpu":
+            return
         start = self._layout.infos[index].param.data_ptr()
         for span in self._layout.spans(index):
             packed = self._layout.groups[span.key]
@@ -327,7 +342,9 @@ class Masters:
 
     @staticmethod
     def _has_digest(packed: PackedGroup) -> bool:
-        return packed.bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT)
+        # The bytes of a parameter on a device are not where they could be hashed for nothing.
+        on_host = packed.bucket.device == "cpu"
+        return on_host and packed.bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT)
 
     def _addresses(self) -> npt.NDArray[np.uint64]:
         infos = self._layout.infos

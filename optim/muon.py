@@ -86,6 +86,7 @@ class Muon(AdamRuleMixin):
         ns_dtype: Dtype of the matrix products; None is fp32 on the CPU.
         max_grad_norm: Clip the global norm of all groups' gradients, by one factor for all, before
             the momentum. What Muon does hardly depends on it; the AdamW groups are clipped.
+        gradients: "keep" or "stream"; see SwapOptimizer.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").
 
@@ -114,6 +115,7 @@ class Muon(AdamRuleMixin):
         swap: SwapSetting = None,
         ns_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
+        gradients: str = "keep",
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
@@ -142,6 +144,7 @@ class Muon(AdamRuleMixin):
             defaults,
             swap=swap,
             max_grad_norm=max_grad_norm,
+            gradients=gradients,
             nonfinite=nonfinite,
             resume=resume,
         )

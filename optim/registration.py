@@ -97,6 +97,13 @@ class Registration(torch.optim.Optimizer):
         """Scratch memory of the rules for these sub-groups, which host_memory must cover too."""
         return 0
 
+    def scratch_bytes(self, groups: Iterable[PackedGroup]) -> int:
+        """All memory beside state and staging that host_memory must cover."""
+        return self.workspace_bytes(groups)
+
+    def _follow_table(self) -> None:
+        """Parameters were added to the table."""
+
     def check_bucket(self, bucket: Bucket, name: str) -> None:
         """Raise ConfigError if the rule cannot step what `name` is the first parameter of."""
 
@@ -181,7 +188,7 @@ class Registration(torch.optim.Optimizer):
         new = self._layout.add(infos, self.config.sub_group_numel)
         try:
             requests = [self._request(packed) for packed in new]
-            self._runtime.add(requests, workspace_bytes=self.workspace_bytes(new))
+            self._runtime.add(requests, workspace_bytes=self.scratch_bytes(new))
         except BaseException:
             self._layout.forget(new, before)
             raise
@@ -189,6 +196,7 @@ class Registration(torch.optim.Optimizer):
         self._counts = np.concatenate([self._counts, np.zeros(len(infos), np.int64)])
         self._owned = np.concatenate([self._owned, np.zeros(len(infos), np.bool_)])
         self._masters.remember(new)
+        self._follow_table()
 
     def _group_index(self) -> npt.NDArray[np.int64]:
         """Position of each parameter's group in `param_groups`; -1 for one that was taken out."""
@@ -221,6 +229,11 @@ class Registration(torch.optim.Optimizer):
         resident = self._rules.select(name, param, states)
         bucket = Bucket(rule, form, param.dtype, str(param.device), resident)
         if bucket not in self._buckets:
+            if bucket.is_whole and bucket.device != "cpu":
+                raise ConfigError(
+                    f"parameter {name} is on {bucket.device}: Muon steps matrices on the CPU. "
+                    "Keep it there, or give its group to AdamW with use_muon=False"
+                )
             self.check_bucket(bucket, name)
         # One object for all parameters of a bucket: there may be a hundred thousand.
         return self._buckets.setdefault(bucket, bucket)

@@ -55,7 +55,8 @@ class GradientFragments:
         flat = tensor.detach().reshape(-1)
         fragment = _Fragment(offset, flat.dtype, flat.numel(), None)
         if self._store is not None and flat.numel() * flat.itemsize >= self._min_swap_bytes:
-            fragment.store_key = f"{key}/gradient/{name}"
+            # A sum of several may be wider than the first of them.
+            fragment.store_key = f"{key}/gradient/{name}/{flat.itemsize}"
             self._write(fragment, flat)
         else:
             fragment.value = flat.clone()

@@ -257,6 +257,13 @@ class SwapperBase:
 
     # -- gradient fragments ------------------------------------------------------------------
 
+    def keep_gradients_in(self, store: SwapStore, lease: Callable[[int], Lease]) -> None:
+        """Put large fragments in a store of their own, through memory that `lease` lends.
+
+        They are no part of what a commit or a checkpoint holds, and need no second slot.
+        """
+        self._gradients = GradientFragments(store, lease, min_swap_bytes=self._min_swap_bytes)
+
     def put_gradient(self, key: str, name: str, offset: int, tensor: torch.Tensor) -> None:
         """Store a gradient fragment (copied) for elements from `offset` of a sub-group.
 

@@ -135,6 +135,8 @@ class SwapRuntime:
             if config.paths:
                 self._open_storage(stack, register=self.plan.staging_bytes > 0)
             self.swapper = self._open_swapper(stack)
+            if config.swap_gradients and self.engine is not None:
+                self._open_gradients(stack, self.engine, requests)
             resident = set(self.plan.resident)
             for index, request in enumerate(requests):
                 self._register(request, whole=index in resident)
@@ -275,6 +277,27 @@ class SwapRuntime:
             )
         )
 
+    def _open_gradients(
+        self, stack: ExitStack, engine: Engine, requests: Sequence[GroupRequest]
+    ) -> None:
+        """Give gradient fragments a folder of their own, in which nothing is kept."""
+        config = self.config
+        store = FileStore(
+            config.paths,
+            engine,
+            spare_slots=0,
+            checksum=config.checksum,
+            lock_timeout=config.lock_timeout,
+            weights=self._weights(engine),
+            namespace=f"{config.namespace or rank_name()}-gradients",
+        )
+        self.swapper.keep_gradients_in(
+            stack.enter_context(store),
+            stack.enter_context(
+                BufferPool(gradient_buffer_bytes(requests), pin=False, name="gradients")
+            ).lease,
+        )
+
     def _weights(self, engine: Engine) -> Sequence[float] | Callable[[], Sequence[float]] | None:
         """Shares of the paths; measured when they are needed and not given."""
         config = self.config
@@ -391,6 +414,12 @@ class SwapRuntime:
     ) -> None:
         """Close."""
         self.close()
+
+
+def gradient_buffer_bytes(requests: Sequence[GroupRequest]) -> int:
+    """Return the bytes of the buffer that the largest gradient fragment is transferred through."""
+    numel = max((request.size.numel for request in requests), default=0)
+    return max(PAGE_BYTES, round_up(4 * numel, PAGE_BYTES))
 
 
 def plan_request(

@@ -102,7 +102,7 @@ def test_committed_state_keeps_its_pattern(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "reason"),
-    [({"accumulation_dtype": "bfloat16"}, "streamed"), ({"swap_gradients": True}, "put_gradient")],
+    [({"accumulation_dtype": "bfloat16"}, "streamed"), ({"swap_gradients": True}, "on storage")],
 )
 def test_settings_about_gradients_that_stay_in_p_grad_are_refused(setting, reason):
     with pytest.raises(ConfigError, match=reason):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss scaler for optimizers whose gradients are not in `p.grad` when step() is called.
+
+`torch.amp.GradScaler` divides `p.grad` and looks for inf in it. With gradients="stream" there is
+nothing there: the division is one factor inside the update kernels, and the step itself knows
+whether a gradient was not finite.
+
+Invariant: scale, growth and backoff follow torch.amp.GradScaler's rules, whatever the optimizers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from swapio.optim.base import SwapOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, for swapio's optimizers with streamed gradients and any other.
+
+    Used as torch's: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` if the norm is wanted
+    before the step, `scaler.step(opt)`, `scaler.update()`. A step with inf or nan in a gradient is
+    skipped and lowers the scale, unless the optimizer was told `nonfinite="raise"`.
+
+    Raises:
+        RuntimeError: In the cases in which torch's raises it.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer's next step divide its gradients by the scale."""
+        if not self._is_streaming(optimizer):
+            super().unscale_(optimizer)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since update()"
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step()")
+        self._announce(optimizer)
+        state["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer unless a gradient is not finite; returns what its step returns."""
+        if not self._is_streaming(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs or args:
+            raise RuntimeError("closure use is not supported when a loss scaler steps")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update()")
+        if state["stage"] is OptState.READY:
+            self._announce(optimizer)
+        result = optimizer.step(**kwargs)
+        skipped = bool(getattr(optimizer, "step_skipped", False))
+        scale = self._check_scale_growth_tracker("step")[0]
+        state["found_inf_per_device"] = {
+            scale.device: torch.full((), float(skipped), device=scale.device)
+        }
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _announce(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_scale_growth_tracker("step")
+        if isinstance(optimizer, SwapOptimizer):
+            optimizer.set_loss_scale(self.get_scale())
+
+    def _is_streaming(self, optimizer: torch.optim.Optimizer) -> bool:
+        streams = isinstance(optimizer, SwapOptimizer) and optimizer.gradients == "stream"
+        return self.is_enabled() and streams

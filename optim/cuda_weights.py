@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New weights on their way from the kernels to parameters on a device.
+
+    kernel -> page-locked staging, a ring of a few chunks -> copy up -> parameter
+
+The kernels know host addresses only. While a chunk of a device's sub-group is stepped, the
+parameters' addresses are those that they would have if the chunk's staging were a part of them.
+
+Invariants:
+- a piece of the ring is used again only when the copy that reads it is complete;
+- a parameter is written after everything that its device was told to do before step(), and before
+  everything that it is told afterwards: the host waits for neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.align import PAGE_BYTES, round_up
+from swapio.buffers import BufferPool, Lease
+from swapio.errors import PoolExhaustedError
+from swapio.optim.cuda_copies import CopyQueue
+from swapio.optim.layout import PackedGroup, ParameterInfo, UnitTable, flat
+
+RING_CHUNKS = 4
+
+
+@dataclass(slots=True)
+class Run:
+    """A run of one parameter's elements within a chunk."""
+
+    index: int
+    offset: int
+    position: int
+    numel: int
+
+
+def runs(units: UnitTable, rows: npt.NDArray[np.int64]) -> list[Run]:
+    """Join the units in `rows` (ascending) that follow each other in one parameter."""
+    found: list[Run] = []
+    for row in rows.tolist():
+        index, offset = int(units.param[row]), int(units.offset[row])
+        position, numel = int(units.position[row]), int(units.numel[row])
+        if found:
+            last = found[-1]
+            follows = (last.index, last.offset + last.numel, last.position + last.numel)
+            if follows == (index, offset, position):
+                last.numel += numel
+                continue
+        found.append(Run(index, offset, position, numel))
+    return found
+
+
+def virtual_addresses(
+    parts: Sequence[Run], base: int, start: int, item_bytes: int
+) -> npt.NDArray[np.uint64]:
+    """Where element 0 of each run's parameter would be, if its elements lay in the staging.
+
+    Args:
+        parts: The runs.
+        base: Address of the staging, which holds the elements from `start` of the sub-group on.
+        start: First element of the sub-group in the staging.
+        item_bytes: Bytes of an element.
+    """
+    numbers = [base + (run.position - start - run.offset) * item_bytes for run in parts]
+    return np.array([number % (1 << 64) for number in numbers], np.uint64)
+
+
+class WeightRing:
+    """Page-locked staging for weights; pieces are given back when their event is over.
+
+    Args:
+        pool: The memory; owned.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._used: deque[tuple[Lease, Any]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ring."""
+        return self._pool.nbytes
+
+    def take(self, nbytes: int) -> Lease:
+        """Borrow staging; blocks on the oldest copy if all of it is in use."""
+        while True:
+            try:
+                return self._pool.lease(nbytes)
+            except PoolExhaustedError:
+                if not self._used:
+                    raise
+                self._retire()
+
+    def give_back(self, lease: Lease, event: Any) -> None:
+        """The lease is free once `event` is over (None: now)."""
+        if event is None:
+            lease.release()
+        else:
+            self._used.append((lease, event))
+
+    def close(self) -> None:
+        """Wait for all copies and give the memory back."""
+        while self._used:
+            self._retire()
+        self._pool.close(force=True)
+
+    def _retire(self) -> None:
+        lease, event = self._used.popleft()
+        event.synchronize()
+        lease.release()
+
+
+class DeviceWeights:
+    """Carries the weights of one device's parameters through the step.
+
+    Args:
+        device: The CUDA device.
+        infos: The optimizer's parameters, by index; follows its list.
+        pool: Page-locked memory of `ring_bytes`; owned.
+        cuda: As in CopyQueue.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        infos: Sequence[ParameterInfo],
+        pool: BufferPool,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        self._cuda = cuda
+        self._device = device
+        self._infos = infos
+        self._ring = WeightRing(pool)
+        self._up = CopyQueue(device, cuda)
+
+    def begin(self) -> None:
+        """Let the step's copies wait for what the device was told so far; does not block."""
+        ready = self._cuda.Event()
+        ready.record(self._cuda.current_stream(self._device))
+        self._up.wait_for(ready)
+
+    def end(self) -> None:
+        """Let the device wait for the step's copies before whatever comes; does not block."""
+        if self._up.last is not None:
+            self._cuda.current_stream(self._device).wait_event(self._up.last)
+
+    @contextmanager
+    def staged(
+        self,
+        packed: PackedGroup,
+        start: int,
+        stop: int,
+        rows: npt.NDArray[np.int64],
+        address: npt.NDArray[np.uint64],
+    ) -> Iterator[Callable[[], None]]:
+        """Give the parameters of a chunk host addresses while it is stepped.
+
+        Args:
+            packed: The sub-group.
+            start: First element of the chunk.
+            stop: Element after its last.
+            rows: Its units that are stepped.
+            address: Address of each parameter; those of the chunk are set, and restored after.
+
+        Yields:
+            A function to be called when the new weights are in the staging: it starts the copies.
+        """
+        dtype = packed.bucket.dtype
+        parts = runs(packed.units, rows)
+        indices = np.array([run.index for run in parts], np.int64)
+        before = address[indices]
+        lease = self._ring.take((stop - start) * dtype.itemsize)
+        event: Any = None
+
+        def upload() -> None:
+            nonlocal event
+            staging = lease.tensor(dtype, stop - start)
+            for run in parts:
+                target = flat(self._infos[run.index].param)[run.offset : run.offset + run.numel]
+                first = run.position - start
+                event = self._up.copy(staging[first : first + run.numel], target)
+
+        try:
+            address[indices] = virtual_addresses(parts, lease.address, start, dtype.itemsize)
+            yield upload
+        finally:
+            address[indices] = before
+            self._ring.give_back(lease, event)
+
+    def close(self) -> None:
+        """Block until every copy is complete, and give the staging back."""
+        self._up.synchronize()
+        self._ring.close()
+
+
+def ring_bytes(groups: Sequence[PackedGroup]) -> int:
+    """Bytes of staging for the sub-groups on a device: a few of the largest."""
+    sizes = [packed.numel * packed.bucket.dtype.itemsize for packed in groups]
+    return RING_CHUNKS * round_up(max(sizes, default=0), PAGE_BYTES)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gradients="stream": each gradient is copied to swapio's memory as soon as backward has made it.
+
+    autograd accumulates p.grad -> hook: copy, put a StreamedGradient in its place -> ... -> step()
+
+So a model never has all its gradients on its device, and what is copied can be stepped while
+backward goes on. A second gradient of a parameter in the same step (accumulation over several
+backward passes, reentrant checkpointing) is added in the accumulation dtype.
+
+Invariants:
+- a gradient is counted once: it is in swapio's memory or in `p.grad`, never in both;
+- whoever zeroes `p.grad`, or sets it to None, drops what was copied for it;
+- hooks keep the optimizer alive no longer than anybody else does, and `close` removes them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swapio.errors import ConfigError
+from swapio.optim import kernels
+from swapio.optim.gradients import GRADIENT_DTYPES, Gradients
+from swapio.optim.layout import ParameterInfo
+from swapio.optim.parameters import ParameterTable
+from swapio.optim.stream_fragments import SwappedFragments
+from swapio.optim.stream_guard import StreamedGradient
+from swapio.optim.stream_memory import GradientMemory, in_memory_order
+
+_CODES = {dtype: code for code, dtype in enumerate(GRADIENT_DTYPES)}
+
+
+class Copier(Protocol):
+    """Who moves gradients to the host; `HostCopier`, or the one of a device."""
+
+    def fetch(self, index: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start to copy a gradient (1-D) to the host; `target` is 1-D there."""
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """The gradient on the host, at once; blocks."""
+
+    def settle(self, index: int) -> None:
+        """Block until the copy of a parameter's gradient is complete."""
+
+    def square_sum(self, index: int) -> float | None:
+        """The sum of squares of a settled gradient, if the device has worked it out."""
+
+    def forget(self, index: int) -> None:
+        """The gradient was dropped, or changed on the host: its sum of squares is void."""
+
+    def close(self) -> None:
+        """Wait for what is in flight and give everything up."""
+
+
+class HostCopier:
+    """Gradients that are on the host already: a copy is complete when it returns."""
+
+    def fetch(self, index: int, source: torch.Tensor, target: torch.Tensor) -> None:  # noqa: ARG002
+        """Copy a gradient."""
+        target.copy_(source)
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """The gradient itself."""
+        return source
+
+    def settle(self, index: int) -> None:
+        """Nothing is in flight."""
+
+    def square_sum(self, index: int) -> float | None:  # noqa: ARG002
+        """Nobody has worked it out."""
+        return None
+
+    def forget(self, index: int) -> None:
+        """Nothing is known of it."""
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class GradientStream:
+    """Takes gradients out of `p.grad` during backward, and hands them to the step.
+
+    Args:
+        table: The optimizer's parameters.
+        memory: Where gradients are put; unused with `fragments`.
+        copier: Who moves them there.
+        fragments: Where they go instead under `swap_gradients=True`.
+        hooked: Take gradients during backward. Otherwise `gather` copies those of parameters on a
+            device, `p.grad` keeps them, and the host's are read where they are.
+
+    Attributes:
+        on_arrival: Called in the hook with a parameter's index when its gradient was taken, and
+            the number of gradients of this step so far; for early steps.
+        on_drop: Called with a parameter's index before what was taken for it is dropped.
+
+    Thread-safety: hooks run in autograd's threads; everything else is called by the optimizer.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        memory: GradientMemory,
+        copier: Copier,
+        fragments: SwappedFragments | None = None,
+        *,
+        hooked: bool = True,
+    ) -> None:
+        self._hooked = hooked
+        self._table = table
+        self._memory = memory
+        self._copier = copier
+        self.fragments = fragments
+        self._lock = threading.RLock()
+        self._hooks: list[Any] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        self._num_arrived: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._codes: npt.NDArray[np.int8] = np.zeros(0, np.int8)
+        self._address: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._square_sums: npt.NDArray[np.float64] = np.zeros(0, np.float64)
+        self.on_arrival: Callable[[int, int], None] | None = None
+        self.on_drop: Callable[[int], None] | None = None
+
+    def attach(self) -> None:
+        """Follow the table: hook parameters that are new in it, and reserve their memory."""
+        first = len(self._num_arrived)
+        infos = self._table.infos[first:]
+        if self.fragments is None:
+            self._memory.add(infos, [self._hooked or i.bucket.device != "cpu" for i in infos])
+        more = len(infos)
+        self._num_arrived = np.concatenate([self._num_arrived, np.zeros(more, np.int32)])
+        self._codes = np.concatenate([self._codes, np.zeros(more, np.int8)])
+        self._address = np.concatenate([self._address, np.zeros(more, np.uint64)])
+        self._square_sums = np.concatenate([self._square_sums, np.full(more, np.nan)])
+        this = weakref.ref(self)
+        for info in infos if self._hooked else ():
+            hook = _hook(this, info.index)
+            self._hooks.append(info.param.register_post_accumulate_grad_hook(hook))
+
+    # -- during backward ---------------------------------------------------------------------
+
+    def take_arrived(self, index: int, param: torch.Tensor) -> None:
+        """Move what autograd has just put in `param.grad` to swapio's memory."""
+        grad = param.grad
+        if grad is None:
+            return
+        with self._lock:
+            if isinstance(grad, StreamedGradient):
+                if grad.was_zeroed:
+                    self._drop(index)
+                    grad.was_zeroed = False
+                arrived, grad.arrived = grad.arrived, None
+                if arrived is None:
+                    return
+                self._accept(index, arrived)
+            else:
+                if self._num_arrived[index]:  # set to None, or replaced, since it was taken
+                    self._drop(index)
+                self._accept(index, grad)
+                param.grad = StreamedGradient(param)
+            count = int(self._num_arrived[index])
+        if self.on_arrival is not None:
+            self.on_arrival(index, count)
+
+    def _accept(self, index: int, grad: torch.Tensor) -> None:
+        info = self._table.infos[index]
+        check_gradient(info, grad)
+        source = in_memory_order(info, grad.detach())
+        is_first = not self._num_arrived[index]
+        if not is_first and self.on_drop is not None:
+            self.on_drop(index)
+        if self.fragments is not None:
+            host = self._copier.to_host(source)
+            dtype, total = self.fragments.put(index, host, add=not is_first)
+            self._square_sums[index] = total
+        elif is_first:
+            kept = self._memory.place(index, source.numel(), source.dtype)
+            self._copier.fetch(index, source, kept)
+            dtype = self._keep(index, kept)
+        else:
+            self._copier.settle(index)
+            self._copier.forget(index)
+            host = self._copier.to_host(source)
+            dtype = self._keep(index, self._memory.add_to(index, self._kept[index], host))
+        self._codes[index] = _CODES[dtype]
+        self._num_arrived[index] += 1
+
+    def _keep(self, index: int, kept: torch.Tensor) -> torch.dtype:
+        self._kept[index] = kept
+        self._address[index] = kept.data_ptr()
+        self._square_sums[index] = np.nan
+        return kept.dtype
+
+    def _drop(self, index: int) -> None:
+        """Forget what was taken for a parameter in this step."""
+        if self.on_drop is not None:
+            self.on_drop(index)
+        self._copier.settle(index)
+        self._copier.forget(index)
+        self._kept.pop(index, None)
+        self._num_arrived[index] = 0
+        self._address[index] = 0
+        self._square_sums[index] = np.nan
+
+    # -- in the step -------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> npt.NDArray[np.int32]:
+        """How many gradients each parameter got since the last step."""
+        return self._num_arrived
+
+    def gather(self) -> Gradients:
+        """The gradients of this step; blocks until all of them are in RAM.
+
+        Gradients that lie in `p.grad`, because no backward put them there, are taken too.
+
+        Raises:
+            ConfigError: As `gradients.collect`.
+        """
+        parameters = self._table.refresh()
+        for info in self._table.infos:
+            (self._take_left if self._hooked else self._copy_kept)(info)
+        for index in self._kept:
+            self._copier.settle(index)
+        present = self._num_arrived > 0
+        result = Gradients(parameters, self._address.copy(), present)
+        codes = self._codes[present]
+        if len(codes):
+            common = int(codes[0])
+            result.dtype = GRADIENT_DTYPES[common]
+            for index in np.flatnonzero(present & (self._codes != common)).tolist():
+                result.dtypes[index] = GRADIENT_DTYPES[self._codes[index]]
+        return result
+
+    def _take_left(self, info: ParameterInfo) -> None:
+        """Look at `p.grad` of one parameter: it may have been set, zeroed or removed by hand."""
+        index, param = info.index, info.param
+        grad = param.grad
+        if grad is None:
+            if self._num_arrived[index]:
+                with self._lock:
+                    self._drop(index)
+        elif not isinstance(grad, StreamedGradient):
+            self.take_arrived(index, param)
+        elif grad.was_zeroed:
+            with self._lock:
+                self._drop(index)
+                self._accept(index, torch.zeros_like(param))
+                grad.was_zeroed = False
+
+    def _copy_kept(self, info: ParameterInfo) -> None:
+        """Take the gradient without taking it away; anew each time, it may have been changed."""
+        index, grad = info.index, info.param.grad
+        self._drop(index)
+        if grad is None:
+            return
+        if info.bucket.device != "cpu":
+            self._accept(index, grad)
+            return
+        check_gradient(info, grad)
+        self._codes[index] = _CODES[self._keep(index, in_memory_order(info, grad.detach()))]
+        self._num_arrived[index] = 1
+
+    def square_sums(self, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """The float64 sum of squares of each chosen parameter's gradient; 0 for the others.
+
+        The order of addition is fixed, so that it does not matter who asks first, or when.
+        """
+        unknown = chosen & np.isnan(self._square_sums)
+        for index in np.flatnonzero(unknown).tolist():
+            found = self._copier.square_sum(index)
+            if found is not None:
+                self._square_sums[index] = found
+                unknown[index] = False
+        for code, dtype in enumerate(GRADIENT_DTYPES):
+            rows = np.flatnonzero(unknown & (self._codes == code))
+            if len(rows):
+                self._square_sums[rows] = kernels.square_sum_spans(
+                    self._address[rows], self._table.numels[rows], dtype
+                )
+        return np.where(chosen, self._square_sums, 0.0)
+
+    def release(self) -> None:
+        """Forget the gradients: the step has consumed them."""
+        with self._lock:
+            if self.fragments is not None:
+                self.fragments.drop()
+            for index in np.flatnonzero(self._num_arrived).tolist():
+                self._copier.forget(index)
+                param = self._table.tensors[index]
+                if self._hooked and isinstance(param.grad, StreamedGradient):
+                    param.grad = None
+            self._kept.clear()
+            self._num_arrived[:] = 0
+            self._address[:] = 0
+            self._square_sums[:] = np.nan
+
+    def close(self) -> None:
+        """Remove the hooks and give all memory back; parameters can be used as before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for param in self._table.tensors:
+            if isinstance(param.grad, StreamedGradient):
+                param.grad = None
+        self._copier.close()
+        self._kept.clear()
+        self._memory.close()
+
+
+def _hook(this: weakref.ref[GradientStream], index: int) -> Callable[[torch.Tensor], None]:
+    def take(param: torch.Tensor) -> None:
+        stream = this()
+        if stream is not None:
+            stream.take_arrived(index, param)
+
+    return take
+
+
+def check_gradient(info: ParameterInfo, grad: torch.Tensor) -> None:
+    """Raise ConfigError unless the gradient is dense, of the parameter's shape and device."""
+    param = info.param
+    if grad.layout is not torch.strided:
+        raise ConfigError(
+            f"the gradient of {info.name} is {grad.layout}; swapio steps dense gradients only "
+            "(for an embedding pass sparse=False)"
+        )
+    if (
+        grad.dtype not in GRADIENT_DTYPES
+        or grad.shape != param.shape
+        or grad.device != param.device
+    ):
+        raise ConfigError(
+            f"the gradient of {info.name} is {tuple(grad.shape)}, {grad.dtype} on {grad.device}; "
+            f"the parameter {tuple(param.shape)} on {param.device}, and there are kernels for "
+            f"{', '.join(map(str, GRADIENT_DTYPES))}"
+        )

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way to a device and back, without one: queues, rings, addresses, and whole steps."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from support.fake_cuda import FakeCuda
+from swapio.buffers import BufferPool
+from swapio.errors import PoolExhaustedError
+from swapio.optim import AdamW, stream_open
+from swapio.optim.cuda_copies import PIECE_BYTES, CopyQueue, DeviceCopier, pieces
+from swapio.optim.cuda_weights import Run, WeightRing, runs, virtual_addresses
+from swapio.optim.layout import Bucket, MasterForm, UnitTable
+from swapio.optim.registration import Registration
+from swapio.partition import Fragment
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 4096, 4097, 12_289])
+def test_pieces_cover_a_copy_once(numel):
+    found = list(pieces(numel, 2, 8192))
+    assert [i for part in found for i in range(part.start, part.stop)] == list(range(numel))
+    assert all((part.stop - part.start) * 2 <= 8192 for part in found)
+    if found:
+        sizes = [part.stop - part.start for part in found]
+        assert max(sizes) - min(sizes) < len(sizes)
+
+
+def test_each_piece_waits_for_the_one_before_on_the_other_stream():
+    cuda = FakeCuda()
+    queue = CopyQueue(CPU, cuda)
+    numel = 3 * PIECE_BYTES // 4
+    source, target = torch.arange(numel, dtype=torch.float32), torch.zeros(numel)
+    cuda.log.clear()
+    last = queue.copy(source, target)
+    queue.copy(source[:5], target[:5])
+    assert torch.equal(source, target)
+    ran = [entry[1] for entry in cuda.log if entry[0] == "run"]
+    assert ran == [1, 2, 1, 2]
+    recorded = [entry[2] for entry in cuda.log if entry[0] == "record"]
+    waited = [entry[2] for entry in cuda.log if entry[0] == "wait"]
+    assert waited == recorded[:3]
+    assert last.number == recorded[2]
+
+
+def test_a_copier_waits_for_the_gradient_and_knows_its_square_sum():
+    cuda = FakeCuda()
+    copier = DeviceCopier(CPU, torch.zeros(4, dtype=torch.float64), cuda)
+    source = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
+    target = torch.zeros(2, dtype=torch.bfloat16)
+    cuda.log.clear()
+    copier.fetch(1, source, target)
+    ready = cuda.log[0]
+    assert ready[:2] == ("record", cuda.current.number)
+    waits = [entry for entry in cuda.log if entry[0] == "wait" and entry[2] == ready[2]]
+    assert len(waits) == 3  # both copy streams, and the one for the sums
+    assert copier.square_sum(1) is None
+    copier.settle(1)
+    assert copier.square_sum(1) == 25.0
+    copier.forget(1)
+    assert copier.square_sum(1) is None
+    assert torch.equal(source, target)
+
+
+def test_a_ring_waits_for_the_oldest_copy_only_when_it_is_full():
+    cuda = FakeCuda()
+    ring = WeightRing(BufferPool(3 * 4096, pin=False))
+    events = [cuda.Event() for _ in range(3)]
+    for event in events:
+        ring.give_back(ring.take(4096), event)
+    assert not any(event.was_waited for event in events)
+    ring.give_back(ring.take(4096), None)
+    assert [event.was_waited for event in events] == [True, False, False]
+    with pytest.raises(PoolExhaustedError):
+        ring.take(5 * 4096)
+    ring.close()
+
+
+def test_units_that_follow_each_other_are_one_run():
+    fragments = [
+        Fragment(0, 100, 0, 300_000),
+        Fragment(1, 0, 300_000, 10),
+        Fragment(2, 0, 300_010, 9),
+    ]
+    units = UnitTable(fragments, [4, 5, 6])
+    everything = runs(units, np.arange(len(units.param)))
+    assert everything == [Run(4, 100, 0, 300_000), Run(5, 0, 300_000, 10), Run(6, 0, 300_010, 9)]
+    rows = np.flatnonzero(units.param != 5)
+    assert [run.index for run in runs(units, rows)] == [4, 6]
+    address = virtual_addresses(everything, 4096, 0, 2)
+    assert int(address[0] + np.uint64(200)) == 4096  # element 100 lies at the front
+    assert int(address[1]) == 4096 + 600_000
+
+
+@pytest.fixture
+def on_fake_device(monkeypatch):
+    """CPU parameters take the way of CUDA parameters, over streams that log."""
+    cuda = FakeCuda()
+    original = Registration._bucket
+
+    def bucket(self, member) -> Bucket:
+        found = original(self, member)
+        named = found._replace(device="fake", form=MasterForm.SEPARATE)
+        self._buckets.pop(found, None)
+        return self._buckets.setdefault(named, named)
+
+    monkeypatch.setattr(Registration, "_bucket", bucket)
+    monkeypatch.setattr(stream_open, "device_of", lambda infos: CPU if infos else None)
+    for name in ("DeviceCopier", "DeviceWeights"):
+        cls = functools.partial(getattr(stream_open, name), cuda=cuda)
+        monkeypatch.setattr(stream_open, name, cls)
+    return cuda
+
+
+def train(*, steps=3, sizes=(5, 300_000, 700_001), dtype=torch.bfloat16, missing=(), **kwargs):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in sizes]
+    with AdamW(params, lr=1e-2, **kwargs) as opt:
+        for step in range(steps):
+            loss = 0
+            for at, param in enumerate(params):
+                if (step, at) not in missing:
+                    factor = torch.randn(param.shape, generator=generator).to(dtype)
+                    loss = loss + (param * factor).sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        state = [opt.state_of(param) for param in params]
+    return [p.detach().clone() for p in params], state
+
+
+@pytest.mark.parametrize("gradients", ["keep", "stream"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_way_over_a_device_changes_no_bit(request, tmp_path, gradients, dtype, stored):
+    small = {"sub_group_numel": 1 << 19, "min_swap_bytes": 0, "host_memory": "48MiB"}
+    kwargs = {"dtype": dtype, "max_grad_norm": 1.0, "missing": {(1, 0), (2, 2)}}
+    if dtype is torch.float32:
+        kwargs["max_grad_norm"] = None  # the norms differ in the last bits
+    swaps = [{"master": "separate"}, {"master": "separate"}]
+    if stored:
+        swaps = [{**swap, "path": tmp_path / str(i), **small} for i, swap in enumerate(swaps)]
+    expected = train(swap=swaps[0], **kwargs)
+    cuda = request.getfixturevalue("on_fake_device")
+    found = train(swap=swaps[1], gradients=gradients, **kwargs)
+    assert any(entry[0] == "run" for entry in cuda.log)
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0 if dtype is torch.float32 else 1e-2, atol=0)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        for name in theirs:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-8)
+
+
+def test_kept_gradients_stay(on_fake_device):  # noqa: ARG001
+    param = torch.nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))
+    with AdamW([param], swap={"master": "separate"}) as opt:
+        param.sum().backward()
+        torch.nn.utils.clip_grad_norm_([param], 0.5)
+        kept = param.grad.clone()
+        norm = opt.clip_grad_norm_(10.0)
+        assert float(norm) == pytest.approx(0.5, rel=1e-2)
+        opt.step()
+        assert torch.equal(param.grad, kept)
+
+
+def test_the_device_waits_for_the_weights_and_they_for_it(on_fake_device):
+    cuda = on_fake_device
+    param = torch.nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))
+    with AdamW([param], swap={"master": "separate"}) as opt:
+        param.sum().backward()
+        cuda.log.clear()
+        opt.step()
+        main = cuda.current.number
+        assert cuda.log[-1][:2] == ("wait", main)
+        copied = [entry for entry in cuda.log if entry[0] == "record" and entry[1] != main]
+        assert cuda.log[-1][2] == copied[-1][2]
+        assert not [entry for entry in cuda.log if entry[0] == "synchronize"]
