@@ -16,7 +16,7 @@ import torch
 from swapio.errors import ConfigError
 from swapio.optim import kernels
 from swapio.optim.base import SwapOptimizer, SwapSetting
-from swapio.optim.context import StepContext
+from swapio.optim.context import Elsewhere, StepContext
 from swapio.optim.layout import Bucket, MasterForm, PackedGroup
 from swapio.views import Chunk
 
@@ -65,6 +65,8 @@ class AdamRuleMixin(SwapOptimizer):
         spans["numel"] = units.numel[rows]
         spans["position"] = units.position[rows]
         spans["hyper"] = step.hyper_index[param]
+        if step.elsewhere is not None:
+            self._redirect(spans, packed, rows, step.elsewhere)
         split = bucket.form is MasterForm.SPLIT
         ties = kernels.adam_step_spans(
             self._form(bucket.form, bucket.dtype, dtype),
@@ -73,11 +75,47 @@ class AdamRuleMixin(SwapOptimizer):
             grad_scale=step.scale,
             ties=self._masters.ties_of(packed, chunk.start, chunk.stop) if split else None,
             seed=self._num_steps,
+            threads=step.threads,
         )
-        if is_copied:
+        if is_copied and step.elsewhere is None:
             kernels.copy_spans(spans["param"], model, units.numel[rows] * 4)
-        if ties is not None:  # only a split master has them
+        elif is_copied:
+            kernels.copy_spans(spans["param_to"], spans["out"], units.numel[rows] * 4)
+        if ties is not None and step.elsewhere is None:  # only a split master has them
             self._masters.replace_ties(packed, rows, ties, chunk)
+        elif ties is not None and step.elsewhere is not None:
+            step.elsewhere.ties.append((rows, ties))
+
+    def _redirect(self, spans: Any, packed: PackedGroup, rows: Any, to: Elsewhere) -> None:
+        """Have the results of a call written elsewhere; the sources stay as they are."""
+        units, bucket = packed.units, packed.bucket
+        place = units.position[rows] - to.chunk.start
+        offset = units.offset[rows] * bucket.dtype.itemsize
+        weights = to.weights[units.param[rows]] + offset.astype(np.uint64)
+        for name, record_dtype in self.adam_records().items():
+            spans[f"{name}_to"] = to.chunk.address(name) + place * record_dtype.itemsize
+        if bucket.form is MasterForm.SEPARATE:
+            spans["param_to"] = to.chunk.address("master") + place * 4
+            spans["out"] = weights
+        else:
+            spans["param_to"] = weights
+        if bucket.form is MasterForm.SPLIT:
+            spans["low_to"] = to.chunk.address("master_low") + place * 2
+
+    def early_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
+        """As adam_update, but every result goes elsewhere; False if it must not be done early.
+
+        Nothing is changed: no ties, no digests, no parameter. A parameter that somebody else
+        changed is left to the step proper, which knows what to do about it.
+        """
+        rows = step.rows_of(packed, chunk.start, chunk.stop)
+        if not len(rows):
+            return True
+        if self._masters.is_changed(packed, rows, step):
+            return False
+        for dtype, chosen in step.by_dtype(packed.units.param[rows], rows):
+            self._adam_call(packed, chunk, step, chosen, dtype)
+        return True
 
     def check_bucket(self, bucket: Bucket, name: str) -> None:
         """Refuse, before any work, a combination of settings and dtype that has no kernel."""
@@ -123,6 +161,8 @@ class AdamW(AdamRuleMixin):
         swap: Where state lives: a folder, a dict or SwapConfig of settings, or None for RAM.
         max_grad_norm: Clip the global gradient norm inside the step (no extra pass over p.grad).
         gradients: "keep" or "stream"; see SwapOptimizer.
+        speculate: Step sub-groups during backward: False, "adaptive" or "always".
+        undo: How early steps are undone: "exact".
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").
 
@@ -150,6 +190,8 @@ class AdamW(AdamRuleMixin):
         swap: SwapSetting = None,
         max_grad_norm: float | None = None,
         gradients: str = "keep",
+        speculate: str | bool = False,
+        undo: str = "exact",
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
@@ -168,6 +210,8 @@ class AdamW(AdamRuleMixin):
             swap=swap,
             max_grad_norm=max_grad_norm,
             gradients=gradients,
+            speculate=speculate,
+            undo=undo,
             nonfinite=nonfinite,
             resume=resume,
         )

@@ -10,8 +10,10 @@ Invariant: scale, growth and backoff follow torch.amp.GradScaler's rules, whatev
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState
 
@@ -61,14 +63,63 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = {
             scale.device: torch.full((), float(skipped), device=scale.device)
         }
+        state["swapio_skipped"] = skipped
         state["stage"] = OptState.STEPPED
         return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Raise or lower the scale by what the steps since the last update found."""
+        known = self._host_scale() if new_scale is None else None
+        states = self._per_optimizer_states.values()
+        if known is not None and all("swapio_skipped" in state for state in states):
+            known = self._next_scale(known, any(state["swapio_skipped"] for state in states))
+        else:
+            known = None
+        super().update(new_scale)
+        self._known_scale = known
+
+    def get_scale(self) -> float:
+        """The scale, without waiting for a device where its history is known on the host."""
+        if not self.is_enabled() or self._known_scale is None:
+            return float(super().get_scale())
+        return self._known_scale
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        super().load_state_dict(state_dict)
+        self._known_scale = None
+
+    # What update() worked out on the host, as torch works it out on the device.
+    _known_scale: float | None = None
+    _num_good_steps: int | None = None
+
+    def _host_scale(self) -> float | None:
+        if self._num_good_steps is None and self.is_enabled():
+            self._num_good_steps = int(self._get_growth_tracker())
+        return self.get_scale() if self.is_enabled() else None
+
+    def _next_scale(self, scale: float, skipped: bool) -> float:
+        if skipped:
+            self._num_good_steps = 0
+            return float(np.float32(scale * self.get_backoff_factor()))
+        self._num_good_steps = (self._num_good_steps or 0) + 1
+        if self._num_good_steps < self.get_growth_interval():
+            return scale
+        self._num_good_steps = 0
+        grown = float(np.float32(scale * self.get_growth_factor()))
+        return grown if np.isfinite(grown) else scale
 
     def _announce(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_scale_growth_tracker("step")
         if isinstance(optimizer, SwapOptimizer):
             optimizer.set_loss_scale(self.get_scale())
+            this = weakref.ref(self)
+            optimizer.expect_loss_scale(lambda: _scale_of(this()))
 
     def _is_streaming(self, optimizer: torch.optim.Optimizer) -> bool:
         streams = isinstance(optimizer, SwapOptimizer) and optimizer.gradients == "stream"
         return self.is_enabled() and streams
+
+
+def _scale_of(scaler: GradScaler | None) -> float | None:
+    return None if scaler is None else scaler.get_scale()

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -24,13 +24,15 @@ from swapio.config import SwapConfig
 from swapio.errors import ClosedError, ConfigError, SwapioError, describe_error
 from swapio.optim import kernels
 from swapio.optim.context import StepContext
-from swapio.optim.durable import Durable
 from swapio.optim.interrupt import delayed_interrupt
 from swapio.optim.layout import PackedGroup
 from swapio.optim.report import about_run, describe, step_stats
+from swapio.optim.speculation import EarlyStep
+from swapio.optim.speculation_owner import EarlySteps
+from swapio.optim.speculation_policy import check_mode
 from swapio.optim.state import StateMapping
 from swapio.optim.stepstats import StepStats
-from swapio.optim.stream_open import is_on_device, open_stream, open_weights, stream_bytes
+from swapio.optim.stream_open import is_on_device
 from swapio.optim.stream_source import GRADIENT_MODES, GradientSource
 from swapio.plan import Plan
 from swapio.views import Chunk
@@ -38,7 +40,7 @@ from swapio.views import Chunk
 SwapSetting = SwapConfig | dict[str, Any] | str | os.PathLike[str] | None
 
 
-class SwapOptimizer(Durable):
+class SwapOptimizer(EarlySteps):
     """Base of all swapio optimizers; see AdamW for the arguments that users give.
 
     Args:
@@ -47,7 +49,10 @@ class SwapOptimizer(Durable):
         swap: Where state lives: a path, a dict, a SwapConfig, or None for RAM.
         max_grad_norm: Clip the global gradient norm inside the step.
         gradients: "keep" leaves them in `p.grad`; "stream" copies each to memory of swapio's
-            during backward and frees it.
+            during backward and frees it, and is implied by `speculate`.
+        speculate: Step sub-groups during backward: "always", "adaptive" (where that is faster), or
+            False.
+        undo: How early steps are undone; "exact".
         nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
             is "skip" with `max_grad_norm` or a loss scale, else "propagate" as in torch.
         resume: Continue from the last committed step in the folder, if there is one.
@@ -65,16 +70,21 @@ class SwapOptimizer(Durable):
         swap: SwapSetting = None,
         max_grad_norm: float | None = None,
         gradients: str = "keep",
+        speculate: str | bool = False,
+        undo: str = "exact",
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
+        gradients = "stream" if speculate and gradients == "keep" else gradients
+        check_mode(speculate, gradients, undo)
+        self.speculate = speculate
         self._begin_registration(_checked_config(SwapConfig.coerce(swap), gradients))
         self._closed = False
         self._pid = os.getpid()
         if nonfinite not in (None, "propagate", "skip", "raise"):
             raise ConfigError(f"nonfinite={nonfinite!r} is none of 'propagate', 'skip', 'raise'")
         self.gradients = gradients
-        self._source = GradientSource(self._table, nonfinite)
+        self._source = GradientSource(self._table, nonfinite, watched=bool(speculate))
         self._source.max_grad_norm = _checked_norm(max_grad_norm)
         self._stats = StepStats()
         self._num_steps = 0
@@ -125,7 +135,7 @@ class SwapOptimizer(Durable):
             AioError, CorruptionError: A transfer failed; the optimizer is FAILED from then on.
             ClosedError: After close(), or in a forked child.
         """
-        self._check_open()
+        self._check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,17 +153,23 @@ class SwapOptimizer(Durable):
         decision = self._source.decide(gradients)
         self.grad_norm = decision.norm
         self.step_skipped = not decision.take
+        early, num_kept = self._take_early(), 0
         if decision.take:
-            self._update(StepContext(self, groups, self._counts, gradients, decision.scale))
+            step = StepContext(self, groups, self._counts, gradients, decision.scale)
+            num_kept = self._update(step, early)
+        else:
+            self._drop_early(early)
         self._source.release()
+        self._note_step(len(early), num_kept)
 
-    def _update(self, step: StepContext) -> None:
-        """Step everything that has a gradient, and commit."""
+    def _update(self, step: StepContext, early: dict[str, EarlyStep]) -> int:
+        """Step everything that has a gradient, and commit; return how many early steps counted."""
         self._masters.begin_step(step)
         try:
             if self._weights is not None:
                 self._weights.begin()
-            self._sweep(step)
+            kept = self._keep_early(early, step)
+            self._sweep(step, kept)
             if self._weights is not None:
                 self._weights.end()
             self._counts = step.counts
@@ -167,13 +183,17 @@ class SwapOptimizer(Durable):
             self._runtime.swapper.fail(error)
             raise
         self._masters.warn()
+        return len(kept)
 
-    def _sweep(self, step: StepContext) -> None:
-        """Stream the sub-groups through RAM; every second sweep runs backwards."""
+    def _sweep(self, step: StepContext, done: set[str]) -> None:
+        """Stream the sub-groups that are not done yet through RAM; every second sweep backwards."""
         swapper = self._runtime.swapper
         self._snapshots.settle()
-        keys = [key for key, packed in self._layout.groups.items() if step.touches(packed)]
+        groups = self._layout.groups
+        keys = [key for key in groups if key not in done and step.touches(groups[key])]
         keys = self.sweep_order(keys)
+        if self._early is not None:
+            self._early.stats.num_late += len(keys)
         if self._num_steps % 2:
             keys.reverse()
         swapper.set_order(keys)
@@ -192,7 +212,7 @@ class SwapOptimizer(Durable):
         if self._weights is None or not is_on_device(packed):
             changed = self.update_chunk(packed, chunk, step)
             if changed:
-                self._masters.copy_params(packed, chunk, step)
+                self._masters.copy_params(packed, chunk, step.param_address)
             return changed
         rows = step.rows_of(packed, chunk.start, chunk.stop)
         if not len(rows):
@@ -200,7 +220,7 @@ class SwapOptimizer(Durable):
         span = (chunk.start, chunk.stop)
         with self._weights.staged(packed, *span, rows, step.param_address) as upload:
             self.update_chunk(packed, chunk, step)
-            self._masters.copy_params(packed, chunk, step)
+            self._masters.copy_params(packed, chunk, step.param_address)
             upload()
         return True
 
@@ -236,7 +256,7 @@ class SwapOptimizer(Durable):
         Raises:
             ConfigError: `max_norm` is not positive.
         """
-        self._check_open()
+        self._check_usable()
         return torch.tensor(self._source.clip(max_norm), dtype=torch.float64)
 
     def set_loss_scale(self, scale: float) -> None:
@@ -245,39 +265,22 @@ class SwapOptimizer(Durable):
         Raises:
             ConfigError: The scale is not a positive number.
         """
-        self._check_open()
+        self._check_usable()
         if not 0 < scale < float("inf"):
             raise ConfigError(f"a loss scale must be a positive number, not {scale!r}")
         self._source.set_loss_scale(scale)
 
-    def scratch_bytes(self, groups: Iterable[PackedGroup]) -> int:
-        """As Registration, with the memory of streamed gradients."""
-        streamed = self.gradients == "stream"
-        return super().scratch_bytes(groups) + stream_bytes(
-            self._layout, self.config, streamed=streamed
-        )
-
-    def _open_ways(self) -> None:
-        """Open the ways of gradients to the kernels, and of weights back to a device."""
-        self._weights = open_weights(self._layout, self.config)
-        self._source.stream = open_stream(
-            self._layout,
-            self._table,
-            self.config,
-            lambda: self._runtime.swapper,
-            streamed=self.gradients == "stream",
-        )
-
-    def _follow_table(self) -> None:
-        if self._source.stream is not None:
-            self._source.stream.attach()
+    def expect_loss_scale(self, scale: Callable[[], float | None]) -> None:
+        """Have early steps assume what `scale()` gives during backward; a loss scaler's part."""
+        self._source.scale_to_come = scale
 
     # -- reports and end ---------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Numbers since construction: bytes, seconds, shares; docs/stats.md explains each name."""
         numbers = self._runtime.stats() | step_stats(self._runtime, self._stats)
-        return numbers | {"num_steps": self._num_steps}
+        early = {} if self._early is None else self._early.stats.as_dict()
+        return numbers | early | {"num_steps": self._num_steps}
 
     @property
     def plan(self) -> Plan:
@@ -298,9 +301,7 @@ class SwapOptimizer(Durable):
         if self._closed or not self._ready or os.getpid() != self._pid:
             return
         self._closed = True
-        self._source.close()
-        if self._weights is not None:
-            self._weights.close()
+        self._close_ways()
         self._close_saving()
         if self._runtime.tracer is not None:
             name, counts = type(self).__name__, step_stats(self._runtime, self._stats)
@@ -316,6 +317,12 @@ class SwapOptimizer(Durable):
         self.close()
 
     def _check_open(self, *, failed_ok: bool = False) -> None:
+        """As `_check_usable`, for whoever sees or changes the state: early steps are undone."""
+        self._check_usable(failed_ok=failed_ok)
+        if self._ready:
+            self._retreat()
+
+    def _check_usable(self, *, failed_ok: bool = False) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
                 "this optimizer belongs to the parent of this forked process; create a new one here"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from swapio.optim import kernels
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import PackedGroup
+from swapio.views import Chunk
 
 
 class HyperSource(Protocol):
@@ -23,6 +25,21 @@ class HyperSource(Protocol):
     def fill_hyper(self, row: Any, group: dict[str, Any]) -> None: ...  # noqa: D102
 
 
+@dataclass
+class Elsewhere:
+    """Where an update of one chunk goes instead of in place.
+
+    Attributes:
+        chunk: The same elements of the records, in other memory.
+        weights: Address that element 0 of each parameter would have where new weights go (uint64).
+        ties: Collects (units, their new ties) of a split master.
+    """
+
+    chunk: Chunk
+    weights: npt.NDArray[np.uint64]
+    ties: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = field(default_factory=list)
+
+
 class StepContext:
     """What is the same for all chunks of one step: gradients, factor, hyperparameters.
 
@@ -31,7 +48,12 @@ class StepContext:
         scale: Factor for every gradient.
         counts: Step count of each parameter, this step included.
         param_address: Address of each parameter's first element (uint64).
+        threads: At most so many threads for the kernels; None for all.
+        elsewhere: Where results go, in an early step; None for in place.
     """
+
+    threads: int | None = None
+    elsewhere: Elsewhere | None = None
 
     def __init__(
         self,

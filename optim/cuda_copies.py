@@ -143,10 +143,15 @@ class DeviceCopier(HostCopier):
 
     def settle(self, index: int) -> None:
         """Block until a gradient and its sum are on the host."""
-        for event in self._events.pop(index, ()):
+        # Taken out only afterwards: another thread must wait too.
+        events = self._events.get(index)
+        if events is None:
+            return
+        for event in events:
             if event is not None:
                 event.synchronize()
-                self._settled.add(index)
+        self._settled.add(index)
+        self._events.pop(index, None)
 
     def square_sum(self, index: int) -> float | None:
         """The sum of squares of a settled gradient, in float64."""

@@ -196,6 +196,36 @@ class DeviceWeights:
             address[indices] = before
             self._ring.give_back(lease, event)
 
+    @contextmanager
+    def aside(self, start: int, stop: int, target: torch.Tensor) -> Iterator[int]:
+        """Lend staging for a chunk's new weights, and copy them up to a waiting place after.
+
+        Args:
+            start: First element of the chunk.
+            stop: Element after its last.
+            target: The sub-group's waiting weights on the device, by position.
+
+        Yields:
+            The address of the staging.
+        """
+        numel = stop - start
+        lease = self._ring.take(numel * target.element_size())
+        event: Any = None
+        try:
+            yield lease.address
+            event = self._up.copy(lease.tensor(target.dtype, numel), target[start:stop])
+        finally:
+            self._ring.give_back(lease, event)
+
+    def publish(self, waiting: torch.Tensor, parts: Sequence[Run]) -> None:
+        """Copy waiting weights into their parameters, on the device; does not block.
+
+        `end` must have come before, and `begin` must come before waiting weights change again.
+        """
+        targets = [flat(self._infos[p.index].param)[p.offset : p.offset + p.numel] for p in parts]
+        sources = [waiting[p.position : p.position + p.numel] for p in parts]
+        torch._foreach_copy_(targets, sources)
+
     def close(self) -> None:
         """Block until every copy is complete, and give the staging back."""
         self._up.synchronize()

@@ -97,6 +97,23 @@ class Masters:
             self._foreign = self._layout.infos[packed.units.param[changed[0]]].name
         self._resync(packed, chunk, changed)
 
+    def is_changed(self, packed: PackedGroup, rows: Rows, step: StepContext) -> bool:
+        """Whether somebody else changed the parameter of one of these units."""
+        return self._has_digest(packed) and bool(len(self._changed(packed, rows, step)))
+
+    def digests_at(
+        self, packed: PackedGroup, rows: Rows, weights: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64] | None:
+        """Digests of units whose weights lie at other addresses; None where none are kept."""
+        return self._hash(packed, rows, weights) if self._has_digest(packed) else None
+
+    def adopt_digests(
+        self, packed: PackedGroup, rows: Rows, digests: npt.NDArray[np.uint64]
+    ) -> None:
+        """Remember what `digests_at` gave: those weights are the parameters now."""
+        packed.units.digest[rows] = digests
+        packed.units.known[rows] = True
+
     def resync_now(self) -> None:
         """Do what the next step would do about foreign changes; before state is saved. Blocks.
 
@@ -151,15 +168,15 @@ class Masters:
 
     # -- the parameter as a record -----------------------------------------------------------
 
-    def copy_params(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> None:
+    def copy_params(
+        self, packed: PackedGroup, chunk: Chunk, addresses: npt.NDArray[np.uint64]
+    ) -> None:
         """Copy the model weights of a chunk to its `param` record, if it has one."""
         if "param" not in chunk.group.specs:
             return
         units, width = packed.units, packed.bucket.dtype.itemsize
         rows = units.slice_of(chunk.start, chunk.stop)
-        source = step.param_address[units.param[rows]] + (units.offset[rows] * width).astype(
-            np.uint64
-        )
+        source = addresses[units.param[rows]] + (units.offset[rows] * width).astype(np.uint64)
         target = (units.position[rows] - chunk.start) * width
         kernels.copy_spans(
             source,
@@ -225,11 +242,16 @@ class Masters:
         return ties[lo:hi]
 
     def replace_ties(
-        self, packed: PackedGroup, rows: Rows, new: npt.NDArray[np.uint32], chunk: Chunk
+        self,
+        packed: PackedGroup,
+        rows: Rows,
+        new: npt.NDArray[np.uint32],
+        chunk: Chunk | None = None,
     ) -> None:
-        """Replace the ties of the units in `rows` (all within `chunk`) by `new`."""
+        """Replace the ties of the units in `rows` (all within `chunk`, if given) by `new`."""
         ties = self._all_ties(packed.key)
-        lo, hi = np.searchsorted(ties, (chunk.start, chunk.stop))
+        bounds = (0, packed.numel) if chunk is None else (chunk.start, chunk.stop)
+        lo, hi = np.searchsorted(ties, bounds)
         old = ties[lo:hi]
         if len(old):
             row_of = np.searchsorted(packed.units.position, old, side="right") - 1

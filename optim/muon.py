@@ -87,6 +87,8 @@ class Muon(AdamRuleMixin):
         max_grad_norm: Clip the global norm of all groups' gradients, by one factor for all, before
             the momentum. What Muon does hardly depends on it; the AdamW groups are clipped.
         gradients: "keep" or "stream"; see SwapOptimizer.
+        speculate: Step sub-groups during backward: False, "adaptive" or "always".
+        undo: How early steps are undone: "exact".
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").
 
@@ -116,6 +118,8 @@ class Muon(AdamRuleMixin):
         ns_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         gradients: str = "keep",
+        speculate: str | bool = False,
+        undo: str = "exact",
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
@@ -145,6 +149,8 @@ class Muon(AdamRuleMixin):
             swap=swap,
             max_grad_norm=max_grad_norm,
             gradients=gradients,
+            speculate=speculate,
+            undo=undo,
             nonfinite=nonfinite,
             resume=resume,
         )

@@ -97,7 +97,8 @@ class GradientStream:
     Attributes:
         on_arrival: Called in the hook with a parameter's index when its gradient was taken, and
             the number of gradients of this step so far; for early steps.
-        on_drop: Called with a parameter's index before what was taken for it is dropped.
+        on_drop: Called with a parameter's index, and how many gradients were taken for it, before
+            they are dropped or another is added.
 
     Thread-safety: hooks run in autograd's threads; everything else is called by the optimizer.
     """
@@ -124,7 +125,7 @@ class GradientStream:
         self._address: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._square_sums: npt.NDArray[np.float64] = np.zeros(0, np.float64)
         self.on_arrival: Callable[[int, int], None] | None = None
-        self.on_drop: Callable[[int], None] | None = None
+        self.on_drop: Callable[[int, int], None] | None = None
 
     def attach(self) -> None:
         """Follow the table: hook parameters that are new in it, and reserve their memory."""
@@ -173,7 +174,7 @@ class GradientStream:
         source = in_memory_order(info, grad.detach())
         is_first = not self._num_arrived[index]
         if not is_first and self.on_drop is not None:
-            self.on_drop(index)
+            self.on_drop(index, int(self._num_arrived[index]))
         if self.fragments is not None:
             host = self._copier.to_host(source)
             dtype, total = self.fragments.put(index, host, add=not is_first)
@@ -199,7 +200,7 @@ class GradientStream:
     def _drop(self, index: int) -> None:
         """Forget what was taken for a parameter in this step."""
         if self.on_drop is not None:
-            self.on_drop(index)
+            self.on_drop(index, int(self._num_arrived[index]))
         self._copier.settle(index)
         self._copier.forget(index)
         self._kept.pop(index, None)
@@ -227,7 +228,11 @@ class GradientStream:
             (self._take_left if self._hooked else self._copy_kept)(info)
         for index in self._kept:
             self._copier.settle(index)
-        present = self._num_arrived > 0
+        return self._addressed(parameters, self._num_arrived > 0)
+
+    def _addressed(
+        self, parameters: npt.NDArray[np.uint64], present: npt.NDArray[np.bool_]
+    ) -> Gradients:
         result = Gradients(parameters, self._address.copy(), present)
         codes = self._codes[present]
         if len(codes):
@@ -284,6 +289,30 @@ class GradientStream:
                     self._address[rows], self._table.numels[rows], dtype
                 )
         return np.where(chosen, self._square_sums, 0.0)
+
+    def square_sums_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """As `square_sums`, of a few parameters whose gradients are settled."""
+        chosen = np.zeros(len(self._num_arrived), np.bool_)
+        chosen[indices] = self._num_arrived[indices] > 0
+        return self.square_sums(chosen)[indices]
+
+    def settle(self, indices: npt.NDArray[np.int64]) -> None:
+        """Block until the gradients of some parameters are in RAM."""
+        for index in indices.tolist():
+            self._copier.settle(index)
+
+    def gradients_of(
+        self, indices: npt.NDArray[np.int64], parameters: npt.NDArray[np.uint64]
+    ) -> Gradients:
+        """The gradients of some parameters, as addresses; no other parameter has one.
+
+        Args:
+            indices: The parameters; their gradients are settled.
+            parameters: Address of each of all parameters.
+        """
+        present = np.zeros(len(self._num_arrived), np.bool_)
+        present[indices] = self._num_arrived[indices] > 0
+        return self._addressed(parameters, present)
 
     def release(self) -> None:
         """Forget the gradients: the step has consumed them."""

@@ -41,21 +41,27 @@ class GradientSource:
     Args:
         table: Its parameters.
         nonfinite: "propagate", "skip", "raise", or None: "skip" where norms are looked at anyway.
+        watched: Norms are looked at anyway.
 
     Attributes:
         stream: Takes gradients during backward; None leaves them in `p.grad`.
         max_grad_norm: The limit of every step, or None.
+        scale_to_come: Gives the loss scale that the next step will be told; a loss scaler's.
         reduce: Turns the sum of squares of this process into that of all.
     """
 
-    def __init__(self, table: ParameterTable, nonfinite: str | None) -> None:
+    def __init__(
+        self, table: ParameterTable, nonfinite: str | None, *, watched: bool = False
+    ) -> None:
         self._table = table
+        self._is_watched = watched
         self._nonfinite = nonfinite
         self._limit: float | None = None
         self._loss_scale: float | None = None
         self.stream: GradientStream | None = None
         self.max_grad_norm: float | None = None
         self.reduce: Callable[[float], float] = _same
+        self.scale_to_come: Callable[[], float | None] | None = None
 
     @property
     def nonfinite(self) -> str:
@@ -63,7 +69,7 @@ class GradientSource:
         if self._nonfinite is not None:
             return self._nonfinite
         watched = self.limit is not None or self._loss_scale is not None
-        return "skip" if watched else "propagate"
+        return "skip" if watched or self._is_watched else "propagate"
 
     @property
     def limit(self) -> float | None:
@@ -75,6 +81,14 @@ class GradientSource:
     def unscale(self) -> float:
         """The factor that undoes the loss scale."""
         return 1.0 if self._loss_scale is None else 1.0 / self._loss_scale
+
+    @property
+    def expected_unscale(self) -> float:
+        """What `unscale` will be in the step to come, as far as it is known during backward."""
+        if self._loss_scale is None and self.scale_to_come is not None:
+            scale = self.scale_to_come()
+            return 1.0 if scale is None else 1.0 / scale
+        return self.unscale
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide the gradients of the step to come by `scale`."""

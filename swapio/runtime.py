@@ -226,7 +226,8 @@ class SwapRuntime:
 
     def _open_pool(self, nbytes: int) -> BufferPool:
         config = self.config
-        pin = None if config.pin_memory == "auto" else bool(config.pin_memory)
+        # "auto" locks what a device copies from or to, and that is not here.
+        pin = config.pin_memory is True
         pool = BufferPool(
             max(PAGE_BYTES, nbytes), huge_pages=config.huge_pages, pin=pin, name="host_memory"
         )

@@ -190,6 +190,32 @@ class PartitionedSwapper(RecordAccess):
             if chunk.dirty:
                 self.mark_dirty(group.key, chunk.dirty)
 
+    def home(self, key: str) -> RecordBuffer | None:
+        """The buffer of the records that stay in RAM; None if there are none."""
+        self._group(key)
+        return self._home.get(key)
+
+    def exchange_home(self, key: str, buffer: RecordBuffer) -> RecordBuffer:
+        """Make `buffer` hold the resident records; return the one that did. All become dirty.
+
+        For a caller that steps into other memory and keeps or drops the result. May block until
+        the old buffer is not being written any more.
+
+        Raises:
+            SwapStateError: It is laid out differently.
+        """
+        group = self._group(key)
+        old = self._home.get(key)
+        if old is None or old.placements != buffer.placements:
+            raise SwapStateError(f"sub-group {key!r} has no resident records laid out like that")
+        self._release_home(key)
+        self._home[key] = buffer
+        self._dirty[key].update(group.resident)
+        return old
+
+    def _release_home(self, key: str) -> None:
+        """Wait until nothing reads the buffer of the resident records any more."""
+
     # -- transfers ---------------------------------------------------------------------------
 
     def _settle(self, group: SubGroup) -> None:

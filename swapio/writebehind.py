@@ -179,6 +179,9 @@ class WriteBehind(PartitionedSwapper):
             self._dirty[key] -= names
         self._seals[key] = TransferHandle([transaction.seal(self._meta.get(key, b""))])
 
+    def _release_home(self, key: str) -> None:
+        self._settle_home(key)
+
     def _settle_home(self, key: str) -> None:
         """Wait until resident records are no longer read by a write: they are about to change."""
         handle = self._home_writes.pop(key, None)

@@ -125,6 +125,7 @@ struct Context {
   uint64_t first_position;  // of element 0 of the arrays
   uint64_t noise_key;
   bool streams;  // `out` goes past the caches
+  bool is_away;  // so do the fp32 results: they go elsewhere, to lines that were not read
   Ties& ties;
 
   inline __attribute__((always_inline)) uint64_t position(int64_t i) const {
@@ -156,7 +157,7 @@ struct MasterFp32 : Fp32 {
   template <class A>
   SWAPIO_INLINE void store_at(const A& a, int64_t i, F x, const Context& context) {
     store_out(a.out + i, x, context);
-    Fp32::store(a.p_to + i, x);
+    Fp32::put(a.p_to + i, x, context.is_away);
   }
   SWAPIO_INLINE void store_out(uint16_t* out, F x, const Context& context) {
     if (context.constants.out == kOutNone) return;
@@ -209,8 +210,8 @@ SWAPIO_INLINE void adam_block(const Arrays<P, S, G>& a, int64_t i, const Coeffic
   State state = {P::load_at(a, i, context), S::load(a.m + i), S::load(a.v + i)};
   Op::apply(state, G::load(a.g + i), k, context.constants);
   P::store_at(a, i, state.p, context);
-  S::store(a.m_to + i, state.m);
-  S::store(a.v_to + i, state.v);
+  S::put(a.m_to + i, state.m, context.is_away);
+  S::put(a.v_to + i, state.v, context.is_away);
 }
 
 // The last elements, fewer than kWidth: the same block over zero-filled copies.
@@ -228,13 +229,19 @@ static void adam_partial(const Arrays<P, S, G>& a, int64_t i, int64_t numel, con
   memcpy(m, a.m + i, n * sizeof *m);
   memcpy(v, a.v + i, n * sizeof *v);
   if (a.low != nullptr) memcpy(low, a.low + i, n * sizeof *low);
-  const Context context = {outer.constants, outer.position(i), outer.noise_key, false, outer.ties};
+  const Context context = {outer.constants, outer.position(i), outer.noise_key, false, false,
+                           outer.ties};
   adam_block<Op, P, S, G>({p, g, m, v, low, p, m, v, low_to, out}, 0, k, context);
   memcpy(a.p_to + i, p, n * sizeof *p);
   memcpy(a.m_to + i, m, n * sizeof *m);
   memcpy(a.v_to + i, v, n * sizeof *v);
   if (a.low_to != nullptr) memcpy(a.low_to + i, low_to, n * sizeof *low_to);
   if (a.out != nullptr) memcpy(a.out + i, out, n * sizeof *out);
+}
+
+// A result that goes to other memory than it came from, and starts at a cache line.
+static bool is_elsewhere(const void* from, const void* to) {
+  return from != to && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
 template <class Op, class P, class S, class G>
@@ -249,7 +256,9 @@ static void adam_run(const AdamPiece& piece, const AdamConstants& constants, Tie
       static_cast<uint16_t*>(piece.low_to),   static_cast<uint16_t*>(piece.out)};
   const Coefficients k = broadcast(constants);
   const bool streams = constants.streams && reinterpret_cast<uintptr_t>(a.out) % 32 == 0;
-  const Context context = {constants, piece.position, piece.noise_key, streams, ties};
+  const bool is_away = constants.streams && is_elsewhere(a.p, a.p_to) &&
+                       is_elsewhere(a.m, a.m_to) && is_elsewhere(a.v, a.v_to);
+  const Context context = {constants, piece.position, piece.noise_key, streams, is_away, ties};
   const int64_t numel = piece.numel;
   int64_t i = 0;
   for (; i + kWidth <= numel; i += kWidth) {
@@ -259,7 +268,7 @@ static void adam_run(const AdamPiece& piece, const AdamConstants& constants, Tie
     prefetch_read(a.g + i + kPrefetchNumel);
     adam_block<Op, P, S, G>(a, i, k, context);
   }
-  if (streams) end_streams();
+  if (streams || is_away) end_streams();
   if (i < numel) adam_partial<Op, P, S, G>(a, i, numel, k, context);
 }
 

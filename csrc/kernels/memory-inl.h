@@ -25,6 +25,7 @@ struct Fp32 {
   using T = float;
   SWAPIO_INLINE F load(const T* p) { return SWAPIO_ISA::load(p); }
   SWAPIO_INLINE void store(T* p, F x) { SWAPIO_ISA::store(p, x); }
+  SWAPIO_INLINE void put(T* p, F x, bool streams) { streams ? stream_f32(p, x) : store(p, x); }
   SWAPIO_INLINE F quantize(F x) { return x; }
 };
 
@@ -32,12 +33,14 @@ struct Bf16 {
   using T = uint16_t;
   SWAPIO_INLINE F load(const T* p) { return from_bits(ishl<16>(load_u16(p))); }
   SWAPIO_INLINE void store(T* p, F x) { store_u16(p, round_to_bf16(x)); }
+  SWAPIO_INLINE void put(T* p, F x, bool) { store(p, x); }
 };
 
 struct Fp16 {
   using T = uint16_t;
   SWAPIO_INLINE F load(const T* p) { return load_f16(p); }
   SWAPIO_INLINE void store(T* p, F x) { store_f16(p, x); }
+  SWAPIO_INLINE void put(T* p, F x, bool) { store(p, x); }
 };
 
 // Index of the first entry of ties.in that is not below `position`.

@@ -120,6 +120,10 @@ SWAPIO_INLINE void stream_f16(uint16_t* p, F x) {
   _mm_stream_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   _mm_stream_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+SWAPIO_INLINE void stream_f32(float* p, F x) {
+  _mm256_stream_ps(p, x.a);
+  _mm256_stream_ps(p + 8, x.b);
+}
 SWAPIO_INLINE void end_streams() { _mm_sfence(); }
 
 SWAPIO_INLINE void prefetch_read(const void* p) {

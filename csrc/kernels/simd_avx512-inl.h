@@ -77,6 +77,7 @@ SWAPIO_INLINE void stream_f16(uint16_t* p, F x) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+SWAPIO_INLINE void stream_f32(float* p, F x) { _mm512_stream_ps(p, x); }  // p: of 64 bytes
 SWAPIO_INLINE void end_streams() { _mm_sfence(); }
 
 SWAPIO_INLINE void prefetch_read(const void* p) {

@@ -106,6 +106,7 @@ SWAPIO_INLINE void store_f16(uint16_t* p, F x) {
 
 SWAPIO_INLINE void stream_u16(uint16_t* p, I x) { store_u16(p, x); }
 SWAPIO_INLINE void stream_f16(uint16_t* p, F x) { store_f16(p, x); }
+SWAPIO_INLINE void stream_f32(float* p, F x) { store(p, x); }
 SWAPIO_INLINE void end_streams() {}
 
 SWAPIO_INLINE void prefetch_read(const void*) {}

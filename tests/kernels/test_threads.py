@@ -85,6 +85,41 @@ def test_a_step_to_other_buffers_leaves_its_sources() -> None:
     assert torch.equal(target[2], expected[3])
 
 
+@pytest.mark.parametrize("level", kernels.simd_levels())
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_large_step_to_other_buffers_goes_past_the_caches(level: str, shift: int) -> None:
+    """Long enough for stores that bypass the caches, at the start of a cache line and elsewhere."""
+    numel = (1 << 20) + 77
+    source, expected = state(numel=numel + shift), state(numel=numel + shift)
+    target = [torch.full((numel + 32,), 7.0) for _ in range(3)]
+    starts = [(-(t.data_ptr() // 4) % 16) + shift for t in target]
+    names = ("param", "grad", "exp_avg", "exp_avg_sq")
+    results = []
+    for tensors in (expected, source):
+        spans = np.zeros(1, kernels.SPAN_DTYPE)
+        spans["numel"] = numel
+        for name, tensor in zip(names, tensors, strict=True):
+            spans[name] = tensor.data_ptr() + 4 * shift
+        results.append(spans)
+    for name, tensor, start in zip(
+        ("param_to", "exp_avg_to", "exp_avg_sq_to"), target, starts, strict=True
+    ):
+        results[1][name] = tensor.data_ptr() + 4 * start
+    before = kernels.simd_level()
+    kernels.set_simd_level(level)
+    try:
+        for spans in results:
+            kernels.adam_step_spans(FORM, spans, hyper_array())
+    finally:
+        kernels.set_simd_level(before)
+    untouched = state(numel=numel + shift)
+    assert all(torch.equal(a, b) for a, b in zip(source, untouched, strict=True))
+    for tensor, start, found in zip(target, starts, (0, 2, 3), strict=True):
+        assert torch.equal(tensor[start : start + numel], expected[found][shift:])
+        assert (tensor[:start] == 7).all()
+        assert (tensor[start + numel :] == 7).all()
+
+
 def test_many_python_threads_at_once() -> None:
     kernels.set_threads(3)
     results = [state(seed) for seed in range(6)]

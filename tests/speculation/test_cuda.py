@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -46,6 +48,12 @@ def train(device, *, dtype=torch.bfloat16, steps=4, accumulation=1, scaler=False
         numbers = opt.stats()
     assert numbers["num_steps"] == steps
     return [p.detach().cpu() for p in net.parameters()], states
+
+
+def sync_mode(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype, torch says
+        torch.cuda.set_sync_debug_mode(name)
 
 
 def check_equal(left, right):
@@ -137,11 +145,11 @@ def test_backward_does_not_wait_for_the_device():
         for _ in range(2):  # the first one makes the kernels
             opt.step()
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
+            sync_mode("error")
             try:
                 net(inputs).sum().backward()
             finally:
-                torch.cuda.set_sync_debug_mode("default")
+                sync_mode("default")
 
 
 def test_an_item_slips_in_between_the_pieces():

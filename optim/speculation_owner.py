@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of an optimizer that has early steps: memory, assumptions, and when they are undone.
+
+Invariant: whoever uses the optimizer between backward and step() sees it as before the backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from swapio.align import PAGE_BYTES, placed_bytes
+from swapio.optim.context import StepContext
+from swapio.optim.cuda_weights import DeviceWeights
+from swapio.optim.durable import Durable
+from swapio.optim.gradients import Gradients
+from swapio.optim.layout import MUON_RULE, MasterForm, PackedGroup
+from swapio.optim.speculation import EarlyStep, Speculation
+from swapio.optim.speculation_images import DeviceImages, Images, image_bytes
+from swapio.optim.speculation_policy import Policy
+from swapio.optim.stream_open import (
+    device_of,
+    is_on_device,
+    open_stream,
+    open_weights,
+    page_locked,
+    stream_bytes,
+)
+from swapio.optim.stream_source import GradientSource
+from swapio.subgroup import SubGroupState
+from swapio.swapper import PartitionedSwapper
+from swapio.views import Chunk
+
+
+class EarlySteps(Durable):
+    """Ways of gradients and weights, and early steps; see SwapOptimizer for the arguments."""
+
+    gradients: str
+    speculate: str | bool
+    _source: GradientSource
+    _weights: DeviceWeights | None = None
+    _early: Speculation | None = None
+    _policy: Policy | None = None
+    _step_ended: float | None = None
+
+    # -- what early steps ask ----------------------------------------------------------------
+
+    @property
+    def swapper(self) -> PartitionedSwapper:
+        """The swapper that holds the state; recovery replaces it."""
+        return self._runtime.swapper
+
+    def fill_hyper(self, row: object, group: dict[str, object]) -> None:
+        """Write a group's hyperparameters into a row of the kernels' table."""
+        raise NotImplementedError
+
+    def early_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
+        """Step the parameters of one chunk elsewhere; False if that must not be done early."""
+        raise NotImplementedError
+
+    def assumed_step(self, scale: float) -> StepContext:
+        """The step that comes if every parameter gets a gradient and nothing is changed."""
+        groups = self._group_index()
+        parameters = self._table.refresh()
+        gradients = Gradients(parameters, np.zeros(len(parameters), np.uint64), groups >= 0)
+        return StepContext(self, groups, self._counts, gradients, scale)
+
+    def may_step_early(self, packed: PackedGroup) -> bool:
+        """Whether a sub-group's state is where an image of it can be made."""
+        return self.swapper.state(packed.key) is SubGroupState.RESIDENT
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def scratch_bytes(self, groups: Iterable[PackedGroup]) -> int:
+        """As Registration, with gradients and weights on their way, and images of early steps."""
+        streamed = self.gradients == "stream"
+        ways = stream_bytes(self._layout, self.config, streamed=streamed)
+        return super().scratch_bytes(groups) + ways + self._image_bytes(super_bytes=ways)
+
+    def _image_bytes(self, super_bytes: int) -> int:
+        """Memory for images: of everything, or what a stated budget leaves beside the state."""
+        if not self.speculate or self.config.paths:
+            return 0
+        early = [p for p in self._layout.groups.values() if p.bucket.rule != MUON_RULE]
+        wanted = sum(image_bytes(packed, self._state_bytes(packed)) for packed in early)
+        if self.config.host_memory == "auto":
+            return wanted
+        state = sum(self._state_bytes(packed) for packed in self._layout.groups.values())
+        left = self.config.resolve_host_memory() - state - super_bytes - 16 * PAGE_BYTES
+        return max(0, min(wanted, left))
+
+    def _state_bytes(self, packed: PackedGroup) -> int:
+        widths = [dtype.itemsize for dtype in self.state_records(packed.bucket.rule).values()]
+        if packed.bucket.form is MasterForm.SEPARATE:
+            widths.append(4)
+        elif packed.bucket.form is MasterForm.SPLIT:
+            widths.append(2)
+        return placed_bytes([packed.numel * width for width in widths])
+
+    def _open_ways(self) -> None:
+        """Open the ways of gradients to the kernels, and of weights back to a device."""
+        layout, config = self._layout, self.config
+        streamed = self.gradients == "stream"
+        self._weights = open_weights(layout, config)
+        self._source.stream = open_stream(
+            layout, self._table, config, lambda: self.swapper, streamed=streamed
+        )
+        nbytes = self._image_bytes(stream_bytes(layout, config, streamed=streamed))
+        if not self.speculate or self._source.stream is None or nbytes < PAGE_BYTES:
+            return
+        device = device_of(layout.infos)
+        on_device = [packed for packed in layout.groups.values() if is_on_device(packed)]
+        self._policy = Policy(str(self.speculate))
+        self._early = Speculation(
+            self,
+            layout,
+            self._source,
+            Images(page_locked(config, nbytes, "images", pin=False)),
+            None if device is None else DeviceImages(on_device, device),
+            self._weights,
+        )
+        self._early.is_on = self._policy.is_on
+        self._source.stream.on_arrival = self._early.arrived
+        self._source.stream.on_drop = self._early.dropped
+
+    def _follow_table(self) -> None:
+        if self._source.stream is not None:
+            self._source.stream.attach()
+
+    def _close_ways(self) -> None:
+        if self._early is not None:
+            self._early.close()
+        self._source.close()
+        if self._weights is not None:
+            self._weights.close()
+
+    # -- in the step -------------------------------------------------------------------------
+
+    def _take_early(self) -> dict[str, EarlyStep]:
+        """The early steps of this step; their worker is idle afterwards."""
+        return {} if self._early is None else self._early.settle()
+
+    def _drop_early(self, early: dict[str, EarlyStep]) -> None:
+        if self._early is not None:
+            self._early.drop(early)
+
+    def _keep_early(self, early: dict[str, EarlyStep], step: StepContext) -> set[str]:
+        """Keep what fits the step; return the keys of the sub-groups that are done."""
+        return set() if self._early is None else self._early.keep(early, step)
+
+    def _note_step(self, num_early: int, num_kept: int) -> None:
+        """Tell the policy what became of a step's early steps, and how long the iteration took."""
+        if self._early is None or self._policy is None:
+            return
+        now = time.perf_counter()
+        seconds = None if self._step_ended is None else now - self._step_ended
+        self._step_ended = now
+        self._early.stats.num_steps_on += int(self._early.is_on)
+        self._policy.end_step(seconds, wasted=num_kept < num_early)
+        self._early.is_on = self._policy.is_on
+
+    def _retreat(self) -> None:
+        """Undo early steps: the optimizer is used before step()."""
+        if self._early is not None:
+            self._early.retreat()

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early steps: what they assume may turn out false in every way, and no bit may tell."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from swapio.errors import ConfigError
+from swapio.optim import AdamW, GradScaler, Muon, kernels, muon_param_groups
+from swapio.optim.speculation import Speculation
+
+SMALL = {"sub_group_numel": 1 << 12, "cpu_threads": 2}
+
+
+class Net(torch.nn.Module):
+    """A tied embedding and head, a matrix used twice, an unused parameter, several sub-groups."""
+
+    def __init__(self, width=64, vocab=96):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = torch.nn.Embedding(vocab, width)
+        self.twice = torch.nn.Linear(width, width)
+        self.wide = torch.nn.Linear(width, 3 * width)
+        self.narrow = torch.nn.Linear(3 * width, width)
+        self.out = torch.nn.Linear(width, vocab, bias=False)
+        self.out.weight = self.embed.weight
+        self.unused = torch.nn.Parameter(torch.randn(5))
+
+    def forward(self, tokens, use_reentrant=None):
+        x = self.embed(tokens)
+        for block in (self.twice, lambda y: self.narrow(torch.tanh(self.wide(y))), self.twice):
+            if use_reentrant is None:
+                x = torch.tanh(block(x))
+            else:
+                x = torch.tanh(checkpoint(block, x, use_reentrant=use_reentrant))
+        return self.out(x).square().mean() * 4
+
+
+def batch(step):
+    return torch.randint(0, 96, (4, 6), generator=torch.Generator().manual_seed(step))
+
+
+def groups_of(model):
+    """Two groups, as with and without decay."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [(n, p) for n, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [(n, p) for n, p in named if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+class Run:
+    """A training of 12 steps, with or without early steps; everything that came of it."""
+
+    def __init__(self, speculate, *, dtype=torch.float32, make=None, **kwargs):
+        self.model = Net().to(dtype)
+        params = groups_of(self.model) if make is None else make(self.model)
+        cls = kwargs.pop("cls", AdamW)
+        swap = {**SMALL, **kwargs.pop("swap", {})}
+        self.opt = cls(
+            params, lr=1e-2, gradients="stream", speculate=speculate, swap=swap, **kwargs
+        )
+        self.skipped, self.norms = [], []
+
+    def train(self, *, steps=12, accumulation=1, scaler=None, use_reentrant=None, before=None):
+        opt = self.opt
+        with opt:
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=steps)
+            for step in range(steps):
+                if before is not None:
+                    before(step, self)
+                for group in opt.param_groups:
+                    if "betas" in group:
+                        group["betas"] = (0.85 + 0.01 * step, 0.99)
+                for micro in range(accumulation):
+                    loss = self.model(batch(step * 8 + micro), use_reentrant)
+                    if getattr(self, "poison", None) == step:
+                        loss = loss + (self.model.wide.bias * float("inf")).sum()
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                wait(opt)
+                if scaler is None:
+                    opt.step()
+                else:
+                    scaler.step(opt)
+                    scaler.update()
+                opt.zero_grad()
+                cosine.step()
+                self.skipped.append(opt.step_skipped)
+                self.norms.append(opt.grad_norm)
+            self.found = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+            for name, param in self.model.named_parameters():
+                for key, value in opt.state_of(param).items():
+                    self.found[f"{name}:{key}"] = value.clone()
+            self.stats = opt.stats()
+        return self
+
+
+def check_equal(early, plain):
+    assert early.skipped == plain.skipped
+    assert early.norms == plain.norms
+    for name, value in plain.found.items():
+        assert torch.equal(early.found[name], value), name
+    stats = early.stats
+    settled = sum(stats[f"speculation_num_{n}"] for n in ("kept", "redone", "undone"))
+    assert settled == stats["speculation_num_early"]
+
+
+def wait(opt):
+    """Let every early step be taken that can be: what is stepped early must not depend on time."""
+    if opt._early is not None:
+        opt._early.wait()
+
+
+def odd_limit(step, run):
+    """Clipping in odd steps only."""
+    run.opt.max_grad_norm = 0.05 if step % 2 else 1e6
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_run_without(dtype, clipped, accumulation):
+    before = odd_limit if clipped else None
+    kwargs = {"accumulation": accumulation, "before": before}
+    plain = Run(False, dtype=dtype).train(**kwargs)
+    early = Run("always", dtype=dtype).train(**kwargs)
+    # Without clipping the plain run has no need of a norm.
+    early.norms = plain.norms if not clipped else early.norms
+    check_equal(early, plain)
+    assert early.stats["speculation_num_kept"] > 12
+    if accumulation == 4:  # learnt in the first step, not announced
+        assert early.stats["speculation_num_undone"] > 0
+
+
+@pytest.mark.parametrize("master", ["split", "separate", "none"])
+def test_every_form_of_master(master):
+    kwargs = {"dtype": torch.bfloat16, "swap": {"master": master}, "max_grad_norm": 0.3}
+    check_equal(Run("always", **kwargs).train(), Run(False, **kwargs).train())
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.99), (0.9, 0.0), (0.0, 0.0)])
+@pytest.mark.parametrize("limit", [0.05, 1e6])
+def test_betas_with_zeros(betas, limit):
+    def before(_step, run):
+        run.opt.max_grad_norm = limit
+        for group in run.opt.param_groups:
+            group["betas"] = betas
+
+    check_equal(Run("always").train(before=before), Run(False).train(before=before))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_with_inf_in_one_parameter_changes_nothing(accumulation):
+    runs = []
+    for speculate in (False, "always"):
+        run = Run(speculate, max_grad_norm=1e6)
+        run.poison = 5
+        runs.append(run.train(accumulation=accumulation))
+    assert runs[0].skipped.index(True) == 5
+    check_equal(runs[1], runs[0])
+
+
+def test_fp16_with_a_scaler_whose_scale_changes():
+    runs = []
+    for speculate in (False, "always"):
+        run = Run(speculate, dtype=torch.float16, max_grad_norm=1e6)
+        run.poison = 6
+        scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        runs.append(run.train(scaler=scaler))
+        run.scale = scaler.get_scale()
+        assert run.scale == float(scaler._scale)
+    check_equal(runs[1], runs[0])
+    assert runs[1].scale == runs[0].scale != 64.0
+    assert runs[1].stats["speculation_num_kept"] > 0
+
+
+def test_a_scale_that_is_set_between_backward_and_step():
+    results = []
+    for speculate in (False, "always"):
+        run = Run(speculate)
+        for step in range(3):
+            run.opt.expect_loss_scale(lambda: 2.0)
+            (run.model(batch(step)) * 4.0).backward()
+            wait(run.opt)
+            run.opt.set_loss_scale(4.0)
+            run.opt.step()
+        run.opt.close()
+        results.append([p.detach().clone() for p in run.model.parameters()])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "betas"])
+def test_a_hyperparameter_that_changes_after_backward(key):
+    """A scheduler that is stepped between backward and step()."""
+    value = {"lr": 0.5, "eps": 1e-3, "weight_decay": 0.7, "betas": (0.5, 0.6)}[key]
+    results = []
+    for speculate in (False, "always"):
+        run = Run(speculate)
+        for step in range(3):
+            run.model(batch(step)).backward()
+            wait(run.opt)
+            run.opt.param_groups[0][key] = value
+            run.opt.step()
+        stats = run.opt.stats()
+        run.opt.close()
+        results.append([p.detach().clone() for p in run.model.parameters()])
+    assert stats["speculation_num_redone"] > 0
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_tied_weights_under_checkpointing_see_no_early_weight(use_reentrant):
+    """The embedding is also the head: its gradient comes in parts, or is still read by backward."""
+    kwargs = {"use_reentrant": use_reentrant}
+    plain = Run(False, max_grad_norm=1e6).train(**kwargs)
+    early = Run("always", max_grad_norm=1e6).train(**kwargs)
+    check_equal(early, plain)  # the norms are those of equal gradients
+
+
+@pytest.mark.parametrize("look", ["state_of", "state_dict", "save", "describe", "synchronize"])
+def test_who_looks_between_backward_and_step_sees_the_state_before(tmp_path, look):
+    run = Run("always")
+    weight = run.model.wide.weight
+    run.model(batch(0)).backward()
+    run.opt.step()
+    before = {k: v.clone() for k, v in run.opt.state_of(weight).items()}
+    value = weight.detach().clone()
+    run.model(batch(1)).backward()
+    wait(run.opt)
+    seen = {
+        "state_of": lambda: run.opt.state_of(weight),
+        "state_dict": lambda: run.opt.state_dict()["state"][1],
+        "save": lambda: run.opt.save(tmp_path).result(),
+    }.get(look, getattr(run.opt, look))()
+    assert torch.equal(weight, value)
+    if isinstance(seen, dict) and look == "state_of":
+        for name, kept in before.items():
+            assert torch.equal(seen[name], kept), name
+    run.opt.step()
+    run.opt.close()
+    plain = Run(False)
+    for step in range(2):
+        plain.model(batch(step)).backward()
+        plain.opt.step()
+    plain.opt.close()
+    for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_zeroed_gradients_take_their_early_steps_with_them():
+    results = []
+    for speculate in (False, "always"):
+        run = Run(speculate)
+        for step in range(4):
+            run.model(batch(step)).backward()
+            wait(run.opt)
+            run.opt.zero_grad(set_to_none=step % 2 == 0)
+            if step % 2 == 0:
+                run.opt.step()
+            run.model(batch(step + 40)).backward()
+            run.opt.step()
+        run.opt.close()
+        results.append([p.detach().clone() for p in run.model.parameters()])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_parameter_that_somebody_changes_is_resynced():
+    results = []
+    for speculate in (False, "always"):
+        run = Run(speculate, dtype=torch.bfloat16)
+        run.model(batch(0)).backward()
+        run.opt.step()
+        run.model.wide.weight.data.mul_(0.5)
+        run.model(batch(1)).backward()
+        wait(run.opt)
+        with pytest.warns(UserWarning, match="wide.weight"):
+            run.opt.step()
+        run.opt.close()
+        results.append([p.detach().clone() for p in run.model.parameters()])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_exception_in_an_early_step_surfaces_in_step(monkeypatch):
+    run = Run("always")
+    original = Speculation._step_chunks
+
+    def broken(self, early):
+        if early.packed.numel > 4000 and step == 1:
+            raise ArithmeticError("broken on purpose")
+        return original(self, early)
+
+    monkeypatch.setattr(Speculation, "_step_chunks", broken)
+    for step in range(3):
+        run.model(batch(step)).backward()
+        if step == 1:
+            before = [p.detach().clone() for p in run.model.parameters()]
+            wait(run.opt)
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                run.opt.step()
+            for mine, kept in zip(run.model.parameters(), before, strict=True):
+                assert torch.equal(mine, kept)
+        run.opt.step()  # again: the gradients are still there
+    run.opt.close()
+    plain = Run(False)
+    for step in range(3):
+        plain.model(batch(step)).backward()
+        plain.opt.step()
+    plain.opt.close()
+    for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_close_in_mid_flight_leaves_no_thread_and_no_hook():
+    run = Run("always")
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.model(batch(0)).backward()
+    run.opt.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("swapio")]
+    for mine, kept in zip(run.model.parameters(), before, strict=True):
+        assert torch.equal(mine, kept)
+        assert mine.grad is None
+    torch.optim.SGD(run.model.parameters(), lr=0.1).step()
+
+
+def test_muon_groups_are_stepped_late():
+    def make(model):
+        return muon_param_groups(model)
+
+    kwargs = {"cls": Muon, "make": make, "max_grad_norm": 1e6}
+    early = Run("always", **kwargs).train()
+    check_equal(early, Run(False, **kwargs).train())
+    assert early.stats["speculation_num_kept"] > 0
+
+
+def test_a_budget_limits_what_is_stepped_early():
+    kwargs = {"swap": {"host_memory": "1MiB"}, "max_grad_norm": 1e6}
+    early = Run("always", **kwargs).train()
+    check_equal(early, Run(False, **kwargs).train())
+    assert early.stats["speculation_num_without_memory"] > 0
+
+
+def test_a_sweep_of_steps_with_growing_models():
+    results = []
+    for speculate in (False, "always"):
+        run = Run(speculate)
+        more = torch.nn.Parameter(torch.ones(700))
+        for step in range(4):
+            if step == 2:
+                run.opt.add_param_group({"params": [("more", more)]})
+            (run.model(batch(step)) + more.square().sum()).backward()
+            run.opt.step()
+            more.grad = None
+        run.opt.close()
+        results.append([p.detach().clone() for p in [*run.model.parameters(), more]])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_arguments():
+    param = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigError, match="speculate='sometimes'"):
+        AdamW([param], speculate="sometimes")
+    with pytest.raises(ConfigError, match="undo='hope'"):
+        AdamW([param], undo="hope")
+    with AdamW([param], speculate="always") as opt:
+        assert (opt.gradients, opt.nonfinite) == ("stream", "skip")
+    assert kernels.num_threads() >= 1
