@@ -28,7 +28,7 @@ from swapio.align import PAGE_BYTES, round_up
 from swapio.buffers import BufferPool, Lease
 from swapio.errors import PoolExhaustedError
 from swapio.optim.cuda_copies import CopyQueue
-from swapio.optim.layout import PackedGroup, ParameterInfo, UnitTable, flat
+from swapio.optim.layout import MasterForm, PackedGroup, ParameterInfo, UnitTable, flat
 
 RING_CHUNKS = 4
 
@@ -72,6 +72,29 @@ def virtual_addresses(
     """
     numbers = [base + (run.position - start - run.offset) * item_bytes for run in parts]
     return np.array([number % (1 << 64) for number in numbers], np.uint64)
+
+
+def host_addresses(
+    infos: Sequence[ParameterInfo], packed: PackedGroup
+) -> tuple[npt.NDArray[np.uint64], torch.Tensor | None]:
+    """Address of every parameter, good for a sub-group's elements of them; blocks.
+
+    Returns:
+        The addresses, and the copy in RAM of what is on a device, which must outlive their use.
+    """
+    address = np.fromiter((info.param.data_ptr() for info in infos), np.uint64, len(infos))
+    dtype = packed.bucket.dtype
+    if packed.bucket.device == "cpu":
+        return address, None
+    memory = torch.empty(packed.numel, dtype=dtype)
+    parts = runs(packed.units, np.arange(len(packed.units.param)))
+    for part in parts:
+        source = flat(infos[part.index].param)[part.offset : part.offset + part.numel]
+        memory[part.position : part.position + part.numel].copy_(source)
+    address[[part.index for part in parts]] = virtual_addresses(
+        parts, memory.data_ptr(), 0, dtype.itemsize
+    )
+    return address, memory
 
 
 class WeightRing:
@@ -141,12 +164,14 @@ class DeviceWeights:
         self._infos = infos
         self._ring = WeightRing(pool)
         self._up = CopyQueue(device, cuda)
+        self._down = CopyQueue(device, cuda)
 
     def begin(self) -> None:
         """Let the step's copies wait for what the device was told so far; does not block."""
         ready = self._cuda.Event()
         ready.record(self._cuda.current_stream(self._device))
         self._up.wait_for(ready)
+        self._down.wait_for(ready)
 
     def end(self) -> None:
         """Let the device wait for the step's copies before whatever comes; does not block."""
@@ -190,11 +215,22 @@ class DeviceWeights:
                 event = self._up.copy(staging[first : first + run.numel], target)
 
         try:
+            if packed.bucket.form is MasterForm.SPLIT:  # the parameter is a half of its master
+                self._download(parts, lease.tensor(dtype, stop - start), start)
             address[indices] = virtual_addresses(parts, lease.address, start, dtype.itemsize)
             yield upload
         finally:
             address[indices] = before
             self._ring.give_back(lease, event)
+
+    def _download(self, parts: Sequence[Run], staging: torch.Tensor, start: int) -> None:
+        event: Any = None
+        for run in parts:
+            source = flat(self._infos[run.index].param)[run.offset : run.offset + run.numel]
+            first = run.position - start
+            event = self._down.copy(source, staging[first : first + run.numel])
+        if event is not None:
+            event.synchronize()
 
     @contextmanager
     def aside(self, start: int, stop: int, target: torch.Tensor) -> Iterator[int]:
@@ -229,6 +265,7 @@ class DeviceWeights:
     def close(self) -> None:
         """Block until every copy is complete, and give the staging back."""
         self._up.synchronize()
+        self._down.synchronize()
         self._ring.close()
 
 

@@ -136,7 +136,7 @@ def master_form(wanted: str, name: str, param: torch.Tensor, *, split: bool) -> 
     if wanted == "auto":
         if param.dtype is torch.float32 and on_cpu:
             return MasterForm.PARAM
-        if param.dtype is torch.bfloat16 and on_cpu and split:
+        if param.dtype is torch.bfloat16 and split:
             return MasterForm.SPLIT
         return MasterForm.SEPARATE
     form = MasterForm(wanted)
@@ -150,7 +150,7 @@ def master_form(wanted: str, name: str, param: torch.Tensor, *, split: bool) -> 
             f"master='none' is for parameters on the CPU, but {name} is on {param.device}; use "
             "master='auto'"
         )
-    if form is MasterForm.SPLIT and (param.dtype is not torch.bfloat16 or not on_cpu):
+    if form is MasterForm.SPLIT and param.dtype is not torch.bfloat16:
         if param.dtype is torch.float32 and on_cpu:
             return MasterForm.PARAM
         return MasterForm.SEPARATE

@@ -24,6 +24,7 @@ import torch
 
 from swapio.errors import SwapStateError
 from swapio.optim import kernels
+from swapio.optim.cuda_weights import host_addresses
 from swapio.optim.layout import UNIT_NUMEL, Layout, MasterForm, PackedGroup, flat
 from swapio.swapper import PartitionedSwapper
 from swapio.views import Chunk
@@ -67,7 +68,7 @@ class Masters:
         for packed in groups:
             if self._has_digest(packed):
                 rows = np.arange(len(packed.units.param))
-                packed.units.digest[:] = self._hash(packed, rows, self._addresses())
+                packed.units.digest[:] = self._hash_now(packed, rows)
                 packed.units.known[:] = True
 
     def begin_step(self, step: StepContext) -> None:
@@ -77,7 +78,8 @@ class Masters:
         for packed in self._layout.groups.values():
             if self._has_digest(packed):
                 rows = np.flatnonzero(step.gradients.present[packed.units.param])
-                changed = self._changed(packed, rows, step)
+                now = self._hash_now(packed, rows)
+                changed = rows[packed.units.known[rows] & (now != packed.units.digest[rows])]
                 if len(changed):
                     info = self._layout.infos[packed.units.param[changed[0]]]
                     raise SwapStateError(
@@ -122,12 +124,11 @@ class Masters:
         """
         if self._on_change != "resync":
             return
-        addresses = self._addresses()
         for packed in self._layout.groups.values():
             if not self._has_digest(packed):
                 continue
             units = packed.units
-            now = self._hash(packed, np.arange(len(units.param)), addresses)
+            now = self._hash_now(packed, np.arange(len(units.param)))
             changed = np.flatnonzero(units.known & (now != units.digest))
             for row in changed:
                 self._adopt_unit(packed, int(row))
@@ -138,7 +139,7 @@ class Masters:
         at, first, count = int(units.position[row]), int(units.offset[row]), int(units.numel[row])
         info = self._layout.infos[units.param[row]]
         self._foreign = self._foreign or info.name
-        weights = flat(info.param)[first : first + count]
+        weights = flat(info.param)[first : first + count].cpu()
         if info.form is MasterForm.SEPARATE:
             self._swapper.write(key, "master", weights.float(), start=at)
             return
@@ -279,7 +280,7 @@ class Masters:
                 continue
             low = torch.empty(span.numel, dtype=torch.int16)
             self._swapper.read(span.key, "master_low", low, start=span.position)
-            high = flat(info.param)[span.offset : span.offset + span.numel]
+            high = flat(info.param)[span.offset : span.offset + span.numel].cpu()
             packed = self._layout.groups[span.key]
             ties = self.ties_of(packed, span.position, span.position + span.numel)
             kernels.join_master_spans(
@@ -306,7 +307,7 @@ class Masters:
             else:
                 self._write_split(span.key, span.position, part, target, span.offset)
             if "param" in self._swapper.records(span.key):
-                high = target[span.offset : span.offset + span.numel]
+                high = target[span.offset : span.offset + span.numel].cpu()
                 self._swapper.write(span.key, "param", high, start=span.position)
         torch.autograd.graph.increment_version([info.param])
         self._rehash(index)
@@ -331,9 +332,12 @@ class Masters:
     ) -> None:
         """Split masters, from `position` of a sub-group on, into upper and lower halves."""
         key = packed.key
+        half = high if high.device.type == "cpu" else torch.empty_like(high, device="cpu")
         new = kernels.split_master_spans(
-            [master.data_ptr()], [high.data_ptr()], [low.data_ptr()], [low.numel()], [position]
+            [master.data_ptr()], [half.data_ptr()], [low.data_ptr()], [low.numel()], [position]
         )
+        if half is not high:
+            high.copy_(half)
         ties = self._all_ties(key)
         lo, hi = np.searchsorted(ties, (position, position + low.numel()))
         self._ties[key] = np.concatenate([ties[:lo], new, ties[hi:]])
@@ -348,9 +352,8 @@ class Masters:
         self._swapper.write(key, "master_low", low, start=position)
 
     def _rehash(self, index: int) -> None:
-        if self._layout.infos[index].bucket.device != "cpu":
-            return
-        start = self._layout.infos[index].param.data_ptr()
+        param = flat(self._layout.infos[index].param).cpu()
+        start = param.data_ptr()
         for span in self._layout.spans(index):
             packed = self._layout.groups[span.key]
             units = packed.units
@@ -364,9 +367,9 @@ class Masters:
 
     @staticmethod
     def _has_digest(packed: PackedGroup) -> bool:
-        # The bytes of a parameter on a device are not where they could be hashed for nothing.
-        on_host = packed.bucket.device == "cpu"
-        return on_host and packed.bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT)
+        # A step that does not read the parameter would have to fetch it from its device.
+        form, on_host = packed.bucket.form, packed.bucket.device == "cpu"
+        return form is MasterForm.SPLIT or (on_host and form is MasterForm.SEPARATE)
 
     def _addresses(self) -> npt.NDArray[np.uint64]:
         infos = self._layout.infos
@@ -378,6 +381,13 @@ class Masters:
         units, width = packed.units, packed.bucket.dtype.itemsize
         starts = param_address[units.param[rows]] + (units.offset[rows] * width).astype(np.uint64)
         hashes: npt.NDArray[np.uint64] = kernels.hash_spans(starts, units.numel[rows] * width)
+        return hashes
+
+    def _hash_now(self, packed: PackedGroup, rows: Rows) -> npt.NDArray[np.uint64]:
+        """Digests of parameters as they are, wherever they are; blocks on a device."""
+        addresses, memory = host_addresses(self._layout.infos, packed)
+        hashes = self._hash(packed, rows, addresses)
+        del memory  # not before
         return hashes
 
     def _changed(self, packed: PackedGroup, rows: Rows, step: StepContext) -> Rows:

@@ -224,7 +224,9 @@ class Registration(torch.optim.Optimizer):
     def _bucket(self, member: Listed) -> Bucket:
         name, param = text(member.name), member.param
         rule = self.rule_of(member.group)
-        form = master_form(self.config.master, name, param, split=True)
+        # With state in RAM the separate form of a device's parameters saves a copy down each step.
+        split = param.device.type == "cpu" or bool(self.config.paths)
+        form = master_form(self.config.master, name, param, split=split)
         states = [*self.state_records(rule), "master"]
         resident = self._rules.select(name, param, states)
         bucket = Bucket(rule, form, param.dtype, str(param.device), resident)

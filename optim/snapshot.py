@@ -31,6 +31,7 @@ from swapio.align import PAGE_BYTES
 from swapio.errors import SwapStateError
 from swapio.optim import kernels
 from swapio.optim.filling import addresses_of, shaped, windows
+from swapio.optim.cuda_weights import host_addresses
 from swapio.optim.layout import Layout, MasterForm, PackedGroup
 from swapio.optim.masters import Masters
 from swapio.runtime import SwapRuntime
@@ -193,11 +194,8 @@ class _Taker:
         units, swapper = packed.units, self._runtime.swapper
         split = name == "master" and packed.bucket.form is MasterForm.SPLIT
         record, stored = ("master_low", torch.int16) if split else (name, dtype)
-        params = np.fromiter(
-            (info.param.data_ptr() for info in self._layout.infos),
-            np.uint64,
-            len(self._layout.infos),
-        )
+        # What is on a device is copied here, and kept until the end.
+        params, _kept = host_addresses(self._layout.infos, packed)
         for start, stop in windows(packed.numel):
             span = units.slice_of(start, stop)
             rows = np.arange(span.start, span.stop)

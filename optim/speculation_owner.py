@@ -69,7 +69,8 @@ class EarlySteps(Durable):
 
     def may_step_early(self, packed: PackedGroup) -> bool:
         """Whether a sub-group's state is where an image of it can be made."""
-        return self.swapper.state(packed.key) is SubGroupState.RESIDENT
+        needs_weights = is_on_device(packed) and packed.bucket.form is MasterForm.SPLIT
+        return self.swapper.state(packed.key) is SubGroupState.RESIDENT and not needs_weights
 
     # -- memory ------------------------------------------------------------------------------
 

@@ -106,7 +106,10 @@ def on_fake_device(monkeypatch):
 
     def bucket(self, member) -> Bucket:
         found = original(self, member)
-        named = found._replace(device="fake", form=MasterForm.SEPARATE)
+        named = found._replace(
+            device="fake",
+            form=MasterForm.SPLIT if found.form is MasterForm.SPLIT else MasterForm.SEPARATE,
+        )
         self._buckets.pop(found, None)
         return self._buckets.setdefault(named, named)
 
@@ -115,6 +118,7 @@ def on_fake_device(monkeypatch):
     for name in ("DeviceCopier", "DeviceWeights"):
         cls = functools.partial(getattr(stream_open, name), cuda=cuda)
         monkeypatch.setattr(stream_open, name, cls)
+    cuda.undo = monkeypatch.undo
     return cuda
 
 
@@ -155,6 +159,48 @@ def test_the_way_over_a_device_changes_no_bit(request, tmp_path, gradients, dtyp
     for mine, theirs in zip(found[1], expected[1], strict=True):
         for name in theirs:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "step"])
+def test_split_masters_are_joined_with_what_comes_down(on_fake_device, tmp_path, durability):
+    """Bit for bit as on the CPU; and what somebody else does to the parameter is noticed."""
+    small = {"sub_group_numel": 1 << 19, "min_swap_bytes": 0, "host_memory": "48MiB"}
+    found = []
+    for number in range(2):
+        swap = {"path": tmp_path / str(number), "durability": durability, **small}
+        if number:
+            on_fake_device.undo()
+        generator = torch.Generator().manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(700_001, generator=generator).bfloat16())
+        with AdamW([param], lr=1e-2, gradients="stream", swap=swap) as opt:
+            assert opt._layout.infos[0].form is MasterForm.SPLIT
+            for step in range(3):
+                if step == 2:
+                    param.data[5] = 3.0
+                    with pytest.warns(UserWarning, match="changed outside"):
+                        one_step(opt, param, generator)
+                else:
+                    one_step(opt, param, generator)
+            state = opt.state_of(param)
+            opt.set_state(param, "master", state["master"] + 1)
+            kept = opt.state_dict()
+            opt.load_state_dict(kept)
+            one_step(opt, param, generator)
+            opt.save(tmp_path / f"save{number}").result()
+            opt.load(tmp_path / f"save{number}")
+            if durability == "step":
+                opt.synchronize()
+                opt.recover()
+            found.append([param.detach().clone(), *opt.state_of(param).values()])
+            del kept
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def one_step(opt, param, generator):
+    (param * torch.randn(param.shape, generator=generator).bfloat16()).sum().backward()
+    opt.step()
+    opt.zero_grad()
 
 
 def test_kept_gradients_stay(on_fake_device):  # noqa: ARG001
