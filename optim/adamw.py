@@ -79,8 +79,9 @@ class AdamRuleMixin(SwapOptimizer):
         )
         if is_copied and step.elsewhere is None:
             kernels.copy_spans(spans["param"], model, units.numel[rows] * 4)
-        elif is_copied:
-            kernels.copy_spans(spans["param_to"], spans["out"], units.numel[rows] * 4)
+        elif is_copied and step.elsewhere is not None:
+            master = "param" if step.elsewhere.chunk is None else "param_to"
+            kernels.copy_spans(spans[master], spans["out"], units.numel[rows] * 4)
         if ties is not None and step.elsewhere is None:  # only a split master has them
             self._masters.replace_ties(packed, rows, ties, chunk)
         elif ties is not None and step.elsewhere is not None:
@@ -89,17 +90,17 @@ class AdamRuleMixin(SwapOptimizer):
     def _redirect(self, spans: Any, packed: PackedGroup, rows: Any, to: Elsewhere) -> None:
         """Have the results of a call written elsewhere; the sources stay as they are."""
         units, bucket = packed.units, packed.bucket
-        place = units.position[rows] - to.chunk.start
         offset = units.offset[rows] * bucket.dtype.itemsize
         weights = to.weights[units.param[rows]] + offset.astype(np.uint64)
+        spans["out" if bucket.form is MasterForm.SEPARATE else "param_to"] = weights
+        if to.chunk is None:
+            return
+        place = units.position[rows] - to.chunk.start
         for name, record_dtype in self.adam_records().items():
             spans[f"{name}_to"] = to.chunk.address(name) + place * record_dtype.itemsize
         if bucket.form is MasterForm.SEPARATE:
             spans["param_to"] = to.chunk.address("master") + place * 4
-            spans["out"] = weights
-        else:
-            spans["param_to"] = weights
-        if bucket.form is MasterForm.SPLIT:
+        elif bucket.form is MasterForm.SPLIT:
             spans["low_to"] = to.chunk.address("master_low") + place * 2
 
     def early_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:

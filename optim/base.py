@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -192,13 +193,14 @@ class SwapOptimizer(EarlySteps):
         groups = self._layout.groups
         keys = [key for key in groups if key not in done and step.touches(groups[key])]
         keys = self.sweep_order(keys)
-        if self._early is not None:
-            self._early.stats.num_late += len(keys)
         if self._num_steps % 2:
             keys.reverse()
         swapper.set_order(keys)
-        for key in keys:
+        for key, following in zip_longest(keys, keys[1:]):
             packed = self._layout.groups[key]
+            self._source.prefetch(packed)
+            if following is not None:
+                self._source.prefetch(self._layout.groups[following])
             with self._source.loaded(packed, step.gradients), swapper.swap_in(key) as view:
                 for chunk in view.chunks():
                     with self._stats.compute():
@@ -206,7 +208,7 @@ class SwapOptimizer(EarlySteps):
                     if changed:
                         chunk.mark_dirty()
         # What has room in the buffers is read during the next forward and backward.
-        swapper.set_order(keys[::-1])
+        swapper.set_order(self._prepare_next(keys[::-1], done))
 
     def _step_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         if self._weights is None or not is_on_device(packed):

@@ -30,12 +30,12 @@ class Elsewhere:
     """Where an update of one chunk goes instead of in place.
 
     Attributes:
-        chunk: The same elements of the records, in other memory.
+        chunk: The same elements of the records, in other memory; None for the state in place.
         weights: Address that element 0 of each parameter would have where new weights go (uint64).
         ties: Collects (units, their new ties) of a split master.
     """
 
-    chunk: Chunk
+    chunk: Chunk | None
     weights: npt.NDArray[np.uint64]
     ties: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = field(default_factory=list)
 

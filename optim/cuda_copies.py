@@ -16,9 +16,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swapio.optim.stream import HostCopier
@@ -42,12 +46,15 @@ class CopyQueue:
     Args:
         device: The CUDA device.
         cuda: The module with `Stream`, `Event` and `stream`; torch.cuda.
-        priority: Of the streams, as torch has it.
+        whole: Do not cut or chain anything: copies to a device keep nobody waiting.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda, *, priority: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, cuda: Any = torch.cuda, *, whole: bool = False
+    ) -> None:
         self._cuda = cuda
-        self._streams = [cuda.Stream(device=device, priority=priority) for _ in range(2)]
+        self._streams = [cuda.Stream(device=device) for _ in range(1 if whole else 2)]
+        self._piece_bytes = sys.maxsize if whole else PIECE_BYTES
         self._turn = 0
         self._last: Any = None
         self.num_pieces = 0
@@ -62,10 +69,10 @@ class CopyQueue:
 
         Does not block. One of them is on the device, the other in page-locked memory.
         """
-        for piece in pieces(source.numel(), source.element_size()):
+        for piece in pieces(source.numel(), source.element_size(), self._piece_bytes):
             stream = self._streams[self._turn]
-            self._turn ^= 1
-            if self._last is not None:
+            self._turn = (self._turn + 1) % len(self._streams)
+            if self._last is not None and len(self._streams) > 1:
                 stream.wait_event(self._last)
             with self._cuda.stream(stream):
                 target[piece].copy_(source[piece], non_blocking=True)
@@ -106,11 +113,15 @@ class DeviceCopier(HostCopier):
         self._cuda = cuda
         self._device = device
         self._queue = CopyQueue(device, cuda)
+        self._up = CopyQueue(device, cuda, whole=True)
         self._sums = cuda.Stream(device=device)
         self._host_norms = scalars
         self._norms = torch.zeros(len(scalars), dtype=torch.float64, device=device)
+        self._norm_view = scalars.numpy()
+        self._norms_known = np.zeros(len(scalars), np.bool_)
+        # In the order in which they were queued: who has waited for one need not for those before.
         self._events: dict[int, tuple[Any, Any]] = {}
-        self._settled: set[int] = set()
+        self._lock = threading.Lock()
 
     @property
     def num_pieces(self) -> int:
@@ -122,50 +133,110 @@ class DeviceCopier(HostCopier):
         if not self._is_mine(source):
             target.copy_(source)
             return
-        ready = self._cuda.Event()
-        ready.record(self._cuda.current_stream(self._device))
+        ready = self._ready()
         self._queue.wait_for(ready)
         copied = self._queue.copy(source, target)
         self._sums.wait_event(ready)
+        self._note(index, copied, self._sum_squares(index, source))
+
+    def watch(self, index: int, source: torch.Tensor) -> None:
+        """Work out the sum of squares of a gradient that stays where it is; does not block."""
+        self._sums.wait_event(self._ready())
+        self._note(index, None, self._sum_squares(index, source))
+
+    def add(
+        self, index: int, source: torch.Tensor, kept: torch.Tensor, total: torch.Tensor
+    ) -> bool:
+        """Queue the addition on the device: what is kept goes up, the sum comes down.
+
+        Neither the host nor its cores take part. Blocks never.
+        """
+        if not self._is_mine(source):
+            return False
+        for event in self._events.get(index, ()):
+            if event is not None:
+                self._up.wait_for(event)
+        ready = self._ready()
+        # Its memory may have been another tensor's, which the current stream has still to read.
+        before = torch.empty(kept.numel(), dtype=kept.dtype, device=self._device)
+        self._up.wait_for(ready)
+        uploaded = self._up.copy(kept, before)
+        self._sums.wait_event(ready)
+        if uploaded is not None:
+            self._sums.wait_event(uploaded)
         with self._cuda.stream(self._sums):
-            torch.linalg.vector_norm(source, dtype=torch.float64, out=self._norms[index])
+            sums = before.to(total.dtype).add_(source.to(total.dtype))
+        for tensor in (before, source):
+            if tensor.is_cuda:
+                tensor.record_stream(self._sums)
+        added = self._cuda.Event()
+        added.record(self._sums)
+        self._queue.wait_for(added)
+        copied = self._queue.copy(sums, total)
+        self._note(index, copied, self._sum_squares(index, sums))
+        return True
+
+    def _note(self, index: int, copied: Any, summed: Any) -> None:
+        with self._lock:
+            self._events.pop(index, None)
+            self._events[index] = copied, summed
+            self._norms_known[index] = False
+
+    def _ready(self) -> Any:
+        """An event of what the current stream has done so far."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def _sum_squares(self, index: int, values: torch.Tensor) -> Any:
+        """Queue the sum of squares of a gradient; return the event of its arrival on the host."""
+        with self._cuda.stream(self._sums):
+            torch.linalg.vector_norm(values, dtype=torch.float64, out=self._norms[index])
             self._host_norms[index].copy_(self._norms[index], non_blocking=True)
-        if source.is_cuda:
-            source.record_stream(self._sums)
+        if values.is_cuda:
+            values.record_stream(self._sums)
         summed = self._cuda.Event()
         summed.record(self._sums)
-        self._events[index] = copied, summed
-        self._settled.discard(index)
+        return summed
 
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         """A copy in ordinary memory; blocks until the device has made the gradient."""
         return source.cpu()
 
-    def settle(self, index: int) -> None:
-        """Block until a gradient and its sum are on the host."""
-        # Taken out only afterwards: another thread must wait too.
-        events = self._events.get(index)
-        if events is None:
-            return
-        for event in events:
+    def settle(self, indices: Sequence[int]) -> None:
+        """Block until gradients and their sums are on the host.
+
+        Copies are chained, and sums are made on one stream: the last of each is waited for, with
+        few calls that let go of the interpreter.
+        """
+        wanted = set(indices)
+        with self._lock:
+            waiting = {i: events for i, events in self._events.items() if i in wanted}
+        copied = summed = None
+        for events in waiting.values():
+            copied, summed = events[0] or copied, events[1]
+        for event in (copied, summed):
             if event is not None:
                 event.synchronize()
-        self._settled.add(index)
-        self._events.pop(index, None)
+        # Taken out only afterwards: another thread must wait too.
+        with self._lock:
+            for index, events in waiting.items():
+                if self._events.get(index) is events:
+                    del self._events[index]
+                    self._norms_known[index] = True
 
-    def square_sum(self, index: int) -> float | None:
-        """The sum of squares of a settled gradient, in float64."""
-        if index not in self._settled:
-            return None
-        return float(self._host_norms[index]) ** 2
+    def square_sums(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The sums of squares of settled gradients, in float64; nan for others."""
+        return np.where(self._norms_known[indices], self._norm_view[indices] ** 2, np.nan)
 
     def forget(self, index: int) -> None:
         """The sum is void."""
-        self._settled.discard(index)
+        self._norms_known[index] = False
 
     def close(self) -> None:
         """Block until every copy is complete."""
         self._queue.synchronize()
+        self._up.synchronize()
         self._sums.synchronize()
         self._events.clear()
 

@@ -163,7 +163,7 @@ class DeviceWeights:
         self._device = device
         self._infos = infos
         self._ring = WeightRing(pool)
-        self._up = CopyQueue(device, cuda)
+        self._up = CopyQueue(device, cuda, whole=True)
         self._down = CopyQueue(device, cuda)
 
     def begin(self) -> None:
@@ -233,12 +233,18 @@ class DeviceWeights:
             event.synchronize()
 
     @contextmanager
-    def aside(self, start: int, stop: int, target: torch.Tensor) -> Iterator[int]:
+    def aside(
+        self, packed: PackedGroup, start: int, stop: int, parts: Sequence[Run], target: torch.Tensor
+    ) -> Iterator[int]:
         """Lend staging for a chunk's new weights, and copy them up to a waiting place after.
 
+        The upper halves of split masters are in it to begin with.
+
         Args:
+            packed: The sub-group.
             start: First element of the chunk.
             stop: Element after its last.
+            parts: All runs of the chunk.
             target: The sub-group's waiting weights on the device, by position.
 
         Yields:
@@ -247,9 +253,12 @@ class DeviceWeights:
         numel = stop - start
         lease = self._ring.take(numel * target.element_size())
         event: Any = None
+        staging = lease.tensor(target.dtype, numel)
         try:
+            if packed.bucket.form is MasterForm.SPLIT:
+                self._download(parts, staging, start)
             yield lease.address
-            event = self._up.copy(lease.tensor(target.dtype, numel), target[start:stop])
+            event = self._up.copy(staging, target[start:stop])
         finally:
             self._ring.give_back(lease, event)
 

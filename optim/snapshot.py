@@ -30,8 +30,8 @@ import torch
 from swapio.align import PAGE_BYTES
 from swapio.errors import SwapStateError
 from swapio.optim import kernels
-from swapio.optim.filling import addresses_of, shaped, windows
 from swapio.optim.cuda_weights import host_addresses
+from swapio.optim.filling import addresses_of, shaped, windows
 from swapio.optim.layout import Layout, MasterForm, PackedGroup
 from swapio.optim.masters import Masters
 from swapio.runtime import SwapRuntime

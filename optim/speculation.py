@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
@@ -29,17 +30,21 @@ import torch
 from swapio.optim import kernels
 from swapio.optim.context import Elsewhere, StepContext
 from swapio.optim.cuda_weights import DeviceWeights, runs, virtual_addresses
-from swapio.optim.layout import MUON_RULE, Layout, PackedGroup
+from swapio.optim.layout import MUON_RULE, Layout, MasterForm, PackedGroup
 from swapio.optim.masters import Masters
 from swapio.optim.speculation_images import DeviceImages, Image, Images
 from swapio.optim.speculation_stats import SpeculationStats
 from swapio.optim.stream_source import GradientSource
-from swapio.subgroup import SubGroup
+from swapio.provisional import ProvisionalSwapper
+from swapio.subgroup import SubGroup, SubGroupState
 from swapio.swapper import PartitionedSwapper
-from swapio.views import Chunk
+from swapio.views import Chunk, SubGroupView
 
 # A larger sum of squares may overflow in the second moment, which could not be told from inf.
 _SQUARE_SUM_MAX = 3e38
+
+# For how long another thread may keep the interpreter while backward runs.
+_SWITCH_SECONDS = 2e-4
 
 
 class EarlyOwner(Protocol):
@@ -62,10 +67,14 @@ class EarlyStep:
 
     packed: PackedGroup
     image: Image
+    view: SubGroupView
     context: StepContext
     rows: npt.NDArray[np.int64]
+    is_resident: bool
     ties: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = field(default_factory=list)
-    digests: npt.NDArray[np.uint64] | None = None
+    digests: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = field(
+        default_factory=list
+    )
     weights: npt.NDArray[np.uint64] | None = None
 
     def fits(self, step: StepContext, params: npt.NDArray[np.int64]) -> bool:
@@ -127,6 +136,8 @@ class Speculation:
         self._spoiled: set[str] = set()
         self._futures: dict[str, Future[EarlyStep | None]] = {}
         self._partial = 0.0
+        self._order: list[str] = []
+        self._interval: float | None = None
         self.is_on = True
         self.stats = SpeculationStats()
 
@@ -146,6 +157,7 @@ class Speculation:
             for key in self._keys(index):
                 self._left[key] = self._left.get(key, 0) - 1
                 if self._left[key] == 0 and key not in self._spoiled:
+                    self._order.append(key)
                     self._futures[key] = self._executor.submit(self._run, key)
 
     def dropped(self, index: int, count: int) -> None:
@@ -162,7 +174,7 @@ class Speculation:
                 if future is not None and not future.cancel():
                     early = future.result()
                     if early is not None:
-                        self._images.give_back(early.image)
+                        self._close_early(early)
                         self.stats.num_undone += 1
 
     def _begin(self) -> None:
@@ -179,12 +191,22 @@ class Speculation:
         if not self._is_active:
             return
         self._partial = 0.0
+        self._order.clear()
         for key, packed in self._layout.groups.items():
             if packed.bucket.rule != MUON_RULE and self._owner.may_step_early(packed):
                 expected = self._expected[self._params(packed)]
                 self._left[key] = int(np.count_nonzero(expected))
         if self._weights is not None:
             self._weights.begin()
+        # The worker needs the interpreter only for moments, but between two calls of kernels:
+        # whoever runs backward in Python would keep it waiting for 5 ms each time.
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, _SWITCH_SECONDS))
+
+    def _restore_interval(self) -> None:
+        if self._interval is not None:
+            sys.setswitchinterval(self._interval)
+            self._interval = None
 
     def _keys(self, index: int) -> list[str]:
         if index not in self._keys_of:
@@ -209,27 +231,52 @@ class Speculation:
             stream.settle(params)
         if not self._looks_normal(stream.square_sums_of(params)):
             return None
-        home = self._owner.swapper.home(key)
-        width = packed.bucket.dtype.itemsize
-        on_host = packed.bucket.device == "cpu"
-        image = self._images.take(home, packed.numel * width if on_host else 0)
-        if image is None or image.state is None:
+        early = self._open_early(packed, assumed)
+        if early is None:
             self.stats.num_without_memory += 1
             return None
-        context = copy(assumed)
-        context.gradients = stream.gradients_of(params, assumed.param_address)
-        early = EarlyStep(packed, image, context, context.rows_of(packed, 0, packed.numel))
         try:
             with torch.autograd.profiler.record_function("swapio: early step"):
                 done = self._step_chunks(early)
         except BaseException:
-            self._images.give_back(image)
+            self._close_early(early)
             raise
         if not done:
-            self._images.give_back(image)
+            self._close_early(early)
             return None
         self.stats.num_early += 1
         return early
+
+    def _open_early(self, packed: PackedGroup, assumed: StepContext) -> EarlyStep | None:
+        """Reserve what an early step needs; None if there is not enough of it."""
+        swapper, stream = self._owner.swapper, self._source.stream
+        if stream is None:
+            return None
+        is_resident = swapper.state(packed.key) is SubGroupState.RESIDENT
+        on_host = packed.bucket.device == "cpu"
+        nbytes = packed.numel * packed.bucket.dtype.itemsize if on_host else 0
+        image = self._images.take(swapper.home(packed.key) if is_resident else None, nbytes)
+        if image is None:
+            return None
+        view: SubGroupView | None = None
+        if is_resident:
+            view = swapper.swap_in(packed.key)
+        elif isinstance(swapper, ProvisionalSwapper):
+            view = swapper.begin_provisional(packed.key)
+        if view is None:
+            self._images.give_back(image)
+            return None
+        context = copy(assumed)
+        context.gradients = stream.gradients_of(self._params(packed), assumed.param_address)
+        rows = context.rows_of(packed, 0, packed.numel)
+        return EarlyStep(packed, image, view, context, rows, is_resident)
+
+    def _close_early(self, early: EarlyStep) -> None:
+        """Undo an early step."""
+        self._images.give_back(early.image)
+        swapper = self._owner.swapper
+        if not early.is_resident and isinstance(swapper, ProvisionalSwapper):
+            swapper.drop_provisional(early.packed.key)
 
     def _looks_normal(self, sums: npt.NDArray[np.float64]) -> bool:
         """Whether the gradients can be stepped now, and a clip is not certain already."""
@@ -242,22 +289,22 @@ class Speculation:
         return limit is None or self._partial <= limit * limit
 
     def _step_chunks(self, early: EarlyStep) -> bool:
-        packed = early.packed
-        view = self._owner.swapper.swap_in(packed.key)
-        for chunk in view.chunks():
-            state = early.image.state
-            if state is None:
-                return False
-            away = Chunk(chunk.group, chunk.start, chunk.stop, [state])
+        packed, state = early.packed, early.image.state
+        for chunk in early.view.chunks():
+            away: Chunk | None = None
+            if state is not None:
+                away = Chunk(chunk.group, chunk.start, chunk.stop, [state])
             if packed.bucket.device == "cpu":
                 done = self._step_on_host(early, chunk, away)
             else:
                 done = self._step_for_device(early, chunk, away)
+            if not early.is_resident:
+                chunk.mark_dirty()
             if not done:
                 return False
         return True
 
-    def _step_on_host(self, early: EarlyStep, chunk: Chunk, away: Chunk) -> bool:
+    def _step_on_host(self, early: EarlyStep, chunk: Chunk, away: Chunk | None) -> bool:
         packed, lease = early.packed, early.image.weights
         if lease is None:
             return False
@@ -267,47 +314,47 @@ class Speculation:
             early.weights[[part.index for part in parts]] = virtual_addresses(
                 parts, lease.address, 0, packed.bucket.dtype.itemsize
             )
-        if not self._step_chunk(early, chunk, away, early.weights):
-            return False
-        rows = early.context.rows_of(packed, chunk.start, chunk.stop)
-        digests = self._owner._masters.digests_at(packed, rows, early.weights)
-        if digests is not None:
-            known = early.digests
-            early.digests = digests if known is None else np.concatenate([known, digests])
-        return True
+        return self._step_chunk(early, early.context, chunk, Elsewhere(away, early.weights))
 
-    def _step_for_device(self, early: EarlyStep, chunk: Chunk, away: Chunk) -> bool:
+    def _step_for_device(self, early: EarlyStep, chunk: Chunk, away: Chunk | None) -> bool:
         packed = early.packed
         if self._weights is None or self._on_device is None:
             return False
+        span = packed.units.slice_of(chunk.start, chunk.stop)
+        parts = runs(packed.units, np.arange(span.start, span.stop))
         waiting = self._on_device.of(packed)
-        with self._weights.aside(chunk.start, chunk.stop, waiting) as address:
-            rows = np.arange(*packed.units.slice_of(chunk.start, chunk.stop).indices(1 << 60)[:2])
-            parts = runs(packed.units, rows)
+        with self._weights.aside(packed, chunk.start, chunk.stop, parts, waiting) as address:
+            context = copy(early.context)
             weights = early.context.param_address.copy()
             weights[[part.index for part in parts]] = virtual_addresses(
                 parts, address, chunk.start, packed.bucket.dtype.itemsize
             )
-            return self._step_chunk(early, chunk, away, weights)
+            if packed.bucket.form is MasterForm.SPLIT:
+                context.param_address = weights
+            return self._step_chunk(early, context, chunk, Elsewhere(away, weights))
 
     def _step_chunk(
-        self, early: EarlyStep, chunk: Chunk, away: Chunk, weights: npt.NDArray[np.uint64]
+        self, early: EarlyStep, context: StepContext, chunk: Chunk, to: Elsewhere
     ) -> bool:
-        """Step a chunk into an image; units without gradient are copied there."""
+        """Step a chunk; units without gradient are copied to the image, if there is one."""
         packed, masters = early.packed, self._owner._masters
-        context = copy(early.context)
-        context.elsewhere = Elsewhere(away, weights)
+        context = copy(context)
+        context.elsewhere = to
         if not self._owner.early_update(packed, chunk, context):
             return False
-        early.ties += context.elsewhere.ties
+        early.ties += to.ties
         rows = context.rows_of(packed, chunk.start, chunk.stop)
+        digests = masters.digests_at(packed, rows, to.weights)
+        if digests is not None:
+            early.digests.append((rows, digests))
         span = packed.units.slice_of(chunk.start, chunk.stop)
         resting = np.setdiff1d(np.arange(span.start, span.stop), rows)
-        copy_records(packed, chunk, away, resting)
-        mixed = weights.copy()
+        if to.chunk is not None:
+            copy_records(packed, chunk, to.chunk, resting)
+        mixed = to.weights.copy()
         absent = packed.units.param[resting]
         mixed[absent] = context.param_address[absent]
-        masters.copy_params(packed, away, mixed)
+        masters.copy_params(packed, to.chunk or chunk, mixed)
         return True
 
     # -- in the step -------------------------------------------------------------------------
@@ -323,6 +370,7 @@ class Speculation:
             stream = self._source.stream
             if stream is not None and self._context is not None:
                 self._expected = np.maximum(stream.arrived, 0).astype(np.int32)
+            self._restore_interval()
             self._context = None
             self._is_active = False
             self._left.clear()
@@ -344,6 +392,13 @@ class Speculation:
             raise error
         return found
 
+    def next_order(self, keys: list[str]) -> list[str]:
+        """The sub-groups in the order in which the next step will want them: as in this one."""
+        if not self.is_on or not self._order:
+            return keys
+        first = [key for key in self._order if key in keys]
+        return first + [key for key in keys if key not in set(first)]
+
     def wait(self) -> None:
         """Block until the worker has taken every early step it was given; for measurements."""
         for future in list(self._futures.values()):
@@ -352,7 +407,7 @@ class Speculation:
     def drop(self, early: dict[str, EarlyStep]) -> None:
         """Undo early steps."""
         for one in early.values():
-            self._images.give_back(one.image)
+            self._close_early(one)
         self.stats.num_undone += len(early)
 
     def retreat(self) -> None:
@@ -367,7 +422,7 @@ class Speculation:
             if one.fits(step, self._params(one.packed)):
                 kept.append(one)
             else:
-                self._images.give_back(one.image)
+                self._close_early(one)
                 self.stats.num_redone += 1
         if any(one.packed.bucket.device != "cpu" for one in kept) and self._weights is not None:
             self._weights.end()
@@ -377,14 +432,16 @@ class Speculation:
         return {one.packed.key for one in kept}
 
     def _publish(self, one: EarlyStep, step: StepContext) -> None:
-        packed, masters = one.packed, self._owner._masters
-        if one.image.state is None:
-            return
-        replaced = self._owner.swapper.exchange_home(packed.key, one.image.state)
+        packed, masters, swapper = one.packed, self._owner._masters, self._owner.swapper
         for rows, ties in one.ties:
             masters.replace_ties(packed, rows, ties)
-        if one.digests is not None:
-            masters.adopt_digests(packed, one.rows, one.digests)
+        for rows, digests in one.digests:
+            masters.adopt_digests(packed, rows, digests)
+        replaced = None
+        if one.image.state is not None:
+            replaced = swapper.exchange_home(packed.key, one.image.state)
+        elif isinstance(swapper, ProvisionalSwapper):
+            swapper.keep_provisional(packed.key)
         units, width = packed.units, packed.bucket.dtype.itemsize
         if one.weights is not None:
             offset = (units.offset[one.rows] * width).astype(np.uint64)
@@ -401,6 +458,7 @@ class Speculation:
     def close(self) -> None:
         """Undo what is in flight, end the worker and give memory back."""
         with self._lock:
+            self._restore_interval()
             self._is_active = False
             futures, self._futures = self._futures, {}
         for future in futures.values():
@@ -410,7 +468,7 @@ class Speculation:
             if not future.cancelled() and future.exception() is None:
                 early = future.result()
                 if early is not None:
-                    self._images.give_back(early.image)
+                    self._close_early(early)
         self._images.close()
 
 

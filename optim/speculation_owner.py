@@ -22,16 +22,20 @@ from swapio.optim.speculation_images import DeviceImages, Images, image_bytes
 from swapio.optim.speculation_policy import Policy
 from swapio.optim.stream_open import (
     device_of,
-    is_on_device,
+    on_device,
     open_stream,
     open_weights,
     page_locked,
     stream_bytes,
 )
 from swapio.optim.stream_source import GradientSource
+from swapio.provisional import ProvisionalSwapper
 from swapio.subgroup import SubGroupState
 from swapio.swapper import PartitionedSwapper
 from swapio.views import Chunk
+
+# With a path: the part of host_memory that holds images.
+_IMAGES_SHARE = 8
 
 
 class EarlySteps(Durable):
@@ -69,8 +73,11 @@ class EarlySteps(Durable):
 
     def may_step_early(self, packed: PackedGroup) -> bool:
         """Whether a sub-group's state is where an image of it can be made."""
-        needs_weights = is_on_device(packed) and packed.bucket.form is MasterForm.SPLIT
-        return self.swapper.state(packed.key) is SubGroupState.RESIDENT and not needs_weights
+        swapper = self.swapper
+        if swapper.state(packed.key) is SubGroupState.RESIDENT:
+            return True
+        all_swapped = len(swapper.swapped_records(packed.key)) == len(swapper.records(packed.key))
+        return isinstance(swapper, ProvisionalSwapper) and all_swapped
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -81,11 +88,16 @@ class EarlySteps(Durable):
         return super().scratch_bytes(groups) + ways + self._image_bytes(super_bytes=ways)
 
     def _image_bytes(self, super_bytes: int) -> int:
-        """Memory for images: of everything, or what a stated budget leaves beside the state."""
-        if not self.speculate or self.config.paths:
-            return 0
+        """Memory for images: of everything, or what a stated budget leaves beside the state.
+
+        State on storage is stepped in its buffers, and an image of it is the new weights only.
+        """
         early = [p for p in self._layout.groups.values() if p.bucket.rule != MUON_RULE]
+        if not self.speculate:
+            return 0
         wanted = sum(image_bytes(packed, self._state_bytes(packed)) for packed in early)
+        if self.config.paths:
+            return min(wanted, self.config.resolve_host_memory() // _IMAGES_SHARE)
         if self.config.host_memory == "auto":
             return wanted
         state = sum(self._state_bytes(packed) for packed in self._layout.groups.values())
@@ -109,17 +121,16 @@ class EarlySteps(Durable):
             layout, self._table, config, lambda: self.swapper, streamed=streamed
         )
         nbytes = self._image_bytes(stream_bytes(layout, config, streamed=streamed))
-        if not self.speculate or self._source.stream is None or nbytes < PAGE_BYTES:
+        if not self.speculate or self._source.stream is None:
             return
         device = device_of(layout.infos)
-        on_device = [packed for packed in layout.groups.values() if is_on_device(packed)]
         self._policy = Policy(str(self.speculate))
         self._early = Speculation(
             self,
             layout,
             self._source,
-            Images(page_locked(config, nbytes, "images", pin=False)),
-            None if device is None else DeviceImages(on_device, device),
+            Images(page_locked(config, max(PAGE_BYTES, nbytes), "images", pin=False)),
+            None if device is None else DeviceImages(on_device(layout), device),
             self._weights,
         )
         self._early.is_on = self._policy.is_on
@@ -150,6 +161,21 @@ class EarlySteps(Durable):
     def _keep_early(self, early: dict[str, EarlyStep], step: StepContext) -> set[str]:
         """Keep what fits the step; return the keys of the sub-groups that are done."""
         return set() if self._early is None else self._early.keep(early, step)
+
+    def _prepare_next(self, late: list[str], early: set[str]) -> list[str]:
+        """Make the next step's early steps possible; return the order it wants sub-groups in.
+
+        What was stepped late may wait in RAM, unsaved, for the next sweep: but the state before an
+        early step must be on storage. Where early steps go on it is written now.
+        """
+        if self._early is None:
+            return late
+        self._early.stats.num_late += len(late)
+        if self._early.is_on:
+            for key in late:
+                if self.swapper.state(key) is SubGroupState.DIRTY:
+                    self.swapper.writeback(key, wait=False)
+        return self._early.next_order([*late, *early])
 
     def _note_step(self, num_early: int, num_kept: int) -> None:
         """Tell the policy what became of a step's early steps, and how long the iteration took."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,10 @@ from swapio.optim.layout import ParameterInfo
 from swapio.optim.parameters import ParameterTable
 from swapio.optim.stream_fragments import SwappedFragments
 from swapio.optim.stream_guard import StreamedGradient
-from swapio.optim.stream_memory import GradientMemory, in_memory_order
+from swapio.optim.stream_memory import GradientMemory, add_into, in_memory_order
+
+if TYPE_CHECKING:
+    from swapio.optim.cuda_gradients import KeptGradients
 
 _CODES = {dtype: code for code, dtype in enumerate(GRADIENT_DTYPES)}
 
@@ -45,11 +48,23 @@ class Copier(Protocol):
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         """The gradient on the host, at once; blocks."""
 
-    def settle(self, index: int) -> None:
-        """Block until the copy of a parameter's gradient is complete."""
+    def add(
+        self, index: int, source: torch.Tensor, kept: torch.Tensor, total: torch.Tensor
+    ) -> bool:
+        """Start to add a gradient to what is kept on the host; the sum goes to `total` there.
 
-    def square_sum(self, index: int) -> float | None:
-        """The sum of squares of a settled gradient, if the device has worked it out."""
+        Returns:
+            False if the host must do it.
+        """
+
+    def watch(self, index: int, source: torch.Tensor) -> None:
+        """Start to work out the sum of squares of a gradient that is not copied yet."""
+
+    def settle(self, indices: Sequence[int]) -> None:
+        """Block until the copies of some parameters' gradients are complete."""
+
+    def square_sums(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
+        """The sums of squares of settled gradients, as the device worked them out; nan: not."""
 
     def forget(self, index: int) -> None:
         """The gradient was dropped, or changed on the host: its sum of squares is void."""
@@ -69,11 +84,27 @@ class HostCopier:
         """The gradient itself."""
         return source
 
-    def settle(self, index: int) -> None:
+    def add(
+        self,
+        index: int,  # noqa: ARG002
+        source: torch.Tensor,  # noqa: ARG002
+        kept: torch.Tensor,  # noqa: ARG002
+        total: torch.Tensor,  # noqa: ARG002
+    ) -> bool:
+        """The host adds."""
+        return False
+
+    def watch(self, index: int, source: torch.Tensor) -> None:
+        """Whoever asks for it works it out."""
+
+    def settle(self, indices: Sequence[int]) -> None:
         """Nothing is in flight."""
 
-    def square_sum(self, index: int) -> float | None:  # noqa: ARG002
-        """Nobody has worked it out."""
+    def square_sums(
+        self,
+        indices: npt.NDArray[np.int64],  # noqa: ARG002
+    ) -> npt.NDArray[np.float64] | None:
+        """Nobody has worked them out."""
         return None
 
     def forget(self, index: int) -> None:
@@ -91,8 +122,8 @@ class GradientStream:
         memory: Where gradients are put; unused with `fragments`.
         copier: Who moves them there.
         fragments: Where they go instead under `swap_gradients=True`.
-        hooked: Take gradients during backward. Otherwise `gather` copies those of parameters on a
-            device, `p.grad` keeps them, and the host's are read where they are.
+        kept: Takes care of gradients on a device that are not taken during backward: `p.grad`
+            keeps them. None takes all gradients in hooks.
 
     Attributes:
         on_arrival: Called in the hook with a parameter's index when its gradient was taken, and
@@ -110,9 +141,10 @@ class GradientStream:
         copier: Copier,
         fragments: SwappedFragments | None = None,
         *,
-        hooked: bool = True,
+        kept: KeptGradients | None = None,
     ) -> None:
-        self._hooked = hooked
+        self.kept = kept
+        self._hooked = kept is None
         self._table = table
         self._memory = memory
         self._copier = copier
@@ -132,7 +164,7 @@ class GradientStream:
         first = len(self._num_arrived)
         infos = self._table.infos[first:]
         if self.fragments is None:
-            self._memory.add(infos, [self._hooked or i.bucket.device != "cpu" for i in infos])
+            self._memory.add(infos if self._hooked else ())
         more = len(infos)
         self._num_arrived = np.concatenate([self._num_arrived, np.zeros(more, np.int32)])
         self._codes = np.concatenate([self._codes, np.zeros(more, np.int8)])
@@ -184,10 +216,13 @@ class GradientStream:
             self._copier.fetch(index, source, kept)
             dtype = self._keep(index, kept)
         else:
-            self._copier.settle(index)
-            self._copier.forget(index)
-            host = self._copier.to_host(source)
-            dtype = self._keep(index, self._memory.add_to(index, self._kept[index], host))
+            kept = self._kept[index]
+            where = self._memory.place_sum(index, kept, source)
+            if not self._copier.add(index, source, kept, where):
+                self._copier.settle([index])
+                self._copier.forget(index)
+                add_into(where, kept, self._copier.to_host(source))
+            dtype = self._keep(index, where)
         self._codes[index] = _CODES[dtype]
         self._num_arrived[index] += 1
 
@@ -201,7 +236,7 @@ class GradientStream:
         """Forget what was taken for a parameter in this step."""
         if self.on_drop is not None:
             self.on_drop(index, int(self._num_arrived[index]))
-        self._copier.settle(index)
+        self._copier.settle([index])
         self._copier.forget(index)
         self._kept.pop(index, None)
         self._num_arrived[index] = 0
@@ -224,10 +259,11 @@ class GradientStream:
             ConfigError: As `gradients.collect`.
         """
         parameters = self._table.refresh()
+        if self.kept is not None:
+            self.kept.begin()
         for info in self._table.infos:
-            (self._take_left if self._hooked else self._copy_kept)(info)
-        for index in self._kept:
-            self._copier.settle(index)
+            (self._take_left if self._hooked else self._note_kept)(info)
+        self._copier.settle(list(self._kept))
         return self._addressed(parameters, self._num_arrived > 0)
 
     def _addressed(
@@ -258,18 +294,20 @@ class GradientStream:
                 self._accept(index, torch.zeros_like(param))
                 grad.was_zeroed = False
 
-    def _copy_kept(self, info: ParameterInfo) -> None:
-        """Take the gradient without taking it away; anew each time, it may have been changed."""
+    def _note_kept(self, info: ParameterInfo) -> None:
+        """Take note of a gradient anew each time: it may have been changed."""
         index, grad = info.index, info.param.grad
         self._drop(index)
         if grad is None:
             return
-        if info.bucket.device != "cpu":
-            self._accept(index, grad)
-            return
         check_gradient(info, grad)
-        self._codes[index] = _CODES[self._keep(index, in_memory_order(info, grad.detach()))]
+        source = in_memory_order(info, grad.detach())
+        self._codes[index] = _CODES[self._keep(index, source)]
         self._num_arrived[index] = 1
+        if self.kept is not None and info.bucket.device != "cpu":
+            self._address[index] = 0  # until its sub-group's turn
+            self.kept.note(index, source)
+            self._copier.watch(index, source)
 
     def square_sums(self, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """The float64 sum of squares of each chosen parameter's gradient; 0 for the others.
@@ -277,11 +315,11 @@ class GradientStream:
         The order of addition is fixed, so that it does not matter who asks first, or when.
         """
         unknown = chosen & np.isnan(self._square_sums)
-        for index in np.flatnonzero(unknown).tolist():
-            found = self._copier.square_sum(index)
-            if found is not None:
-                self._square_sums[index] = found
-                unknown[index] = False
+        wanted = np.flatnonzero(unknown)
+        found = self._copier.square_sums(wanted)
+        if found is not None:
+            self._square_sums[wanted] = found
+            unknown[wanted] = np.isnan(found) & (self._address[wanted] > 0)
         for code, dtype in enumerate(GRADIENT_DTYPES):
             rows = np.flatnonzero(unknown & (self._codes == code))
             if len(rows):
@@ -298,8 +336,7 @@ class GradientStream:
 
     def settle(self, indices: npt.NDArray[np.int64]) -> None:
         """Block until the gradients of some parameters are in RAM."""
-        for index in indices.tolist():
-            self._copier.settle(index)
+        self._copier.settle(indices.tolist())
 
     def gradients_of(
         self, indices: npt.NDArray[np.int64], parameters: npt.NDArray[np.uint64]
@@ -324,6 +361,8 @@ class GradientStream:
                 param = self._table.tensors[index]
                 if self._hooked and isinstance(param.grad, StreamedGradient):
                     param.grad = None
+            if self.kept is not None:
+                self.kept.release()
             self._kept.clear()
             self._num_arrived[:] = 0
             self._address[:] = 0
@@ -338,6 +377,8 @@ class GradientStream:
             if isinstance(param.grad, StreamedGradient):
                 param.grad = None
         self._copier.close()
+        if self.kept is not None:
+            self.kept.close()
         self._kept.clear()
         self._memory.close()
 

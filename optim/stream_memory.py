@@ -28,18 +28,18 @@ REGION_ALIGNMENT = 64
 _SUM_NUMEL = 1 << 18
 
 
-def sum_dtype(grad: torch.dtype, accumulation: torch.dtype | None) -> torch.dtype:
-    """The dtype in which several gradients are added; None stands for their own."""
-    return grad if accumulation is None else torch.promote_types(grad, accumulation)
+def sum_dtype(grad: torch.dtype, accumulation: torch.dtype) -> torch.dtype:
+    """The dtype in which several gradients are added."""
+    return torch.promote_types(grad, accumulation)
 
 
-def region_bytes(info: ParameterInfo, accumulation: torch.dtype | None) -> int:
+def region_bytes(info: ParameterInfo, accumulation: torch.dtype) -> int:
     """Bytes of a parameter's region, which hold its gradient and the sum of several."""
     widest = sum_dtype(info.param.dtype, accumulation).itemsize
     return round_up(info.param.numel() * widest, REGION_ALIGNMENT)
 
 
-def streamed_bytes(infos: Sequence[ParameterInfo], accumulation: torch.dtype | None) -> int:
+def streamed_bytes(infos: Sequence[ParameterInfo], accumulation: torch.dtype) -> int:
     """Bytes of the regions of some parameters, in whole pages."""
     return round_up(sum(region_bytes(info, accumulation) for info in infos), PAGE_BYTES)
 
@@ -48,14 +48,11 @@ class GradientMemory:
     """The regions of all parameters, in one pool for each time that parameters were added.
 
     Args:
-        accumulation: The dtype in which gradients of one step are added, or a wider one; None for
-            their own.
+        accumulation: The dtype in which gradients of one step are added, or a wider one.
         open_pool: Opens a pool of so many bytes; page-locked where a device copies into it.
     """
 
-    def __init__(
-        self, accumulation: torch.dtype | None, open_pool: Callable[[int], BufferPool]
-    ) -> None:
+    def __init__(self, accumulation: torch.dtype, open_pool: Callable[[int], BufferPool]) -> None:
         self._accumulation = accumulation
         self._open_pool = open_pool
         self._pools: list[BufferPool] = []
@@ -73,10 +70,9 @@ class GradientMemory:
         """Bytes of all pools."""
         return sum(pool.nbytes for pool in self._pools)
 
-    def add(self, infos: Sequence[ParameterInfo], wanted: Sequence[bool]) -> None:
-        """Reserve regions for further parameters, in their order; empty ones where not wanted."""
+    def add(self, infos: Sequence[ParameterInfo]) -> None:
+        """Reserve regions for further parameters, in their order."""
         sizes = np.array([region_bytes(info, self._accumulation) for info in infos], np.int64)
-        sizes *= np.array(wanted, np.bool_)
         if not len(sizes):
             return
         pool = self._open_pool(max(PAGE_BYTES, round_up(int(sizes.sum()), PAGE_BYTES)))
@@ -92,16 +88,10 @@ class GradientMemory:
         stop = int(self._start[index] + self._nbytes[index])
         return self._tensor(index, stop - numel * dtype.itemsize, numel, dtype)
 
-    def add_to(self, index: int, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Add `new` (1-D, on the CPU) to what the region holds; return where the sum lies."""
+    def place_sum(self, index: int, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """The 1-D tensor in which the sum of what is kept and `new` lies; may be `kept`."""
         dtype = sum_dtype(kept.dtype, sum_dtype(new.dtype, self._accumulation))
-        if dtype is kept.dtype:
-            return kept.add_(new)
-        total = self.place(index, kept.numel(), dtype)
-        for start in range(0, kept.numel(), _SUM_NUMEL):
-            part = slice(start, min(kept.numel(), start + _SUM_NUMEL))
-            total[part] = kept[part].to(dtype) + new[part].to(dtype)
-        return total
+        return kept if dtype is kept.dtype else self.place(index, kept.numel(), dtype)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -114,6 +104,16 @@ class GradientMemory:
         slab = self._slabs[self._slab_of[index]]
         part: torch.Tensor = slab[start : start + numel * dtype.itemsize].view(dtype)
         return part
+
+
+def add_into(total: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> None:
+    """Write the sum of two 1-D tensors to `total`, which is `kept` or ends where it ends."""
+    if total is kept:
+        kept.add_(new)
+        return
+    for start in range(0, kept.numel(), _SUM_NUMEL):
+        part = slice(start, min(kept.numel(), start + _SUM_NUMEL))
+        total[part] = kept[part].to(total.dtype) + new[part].to(total.dtype)
 
 
 def in_memory_order(info: ParameterInfo, grad: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from swapio.buffers import BufferPool
 from swapio.config import SwapConfig
 from swapio.errors import ConfigError
 from swapio.optim.cuda_copies import DeviceCopier
+from swapio.optim.cuda_gradients import KeptGradients, kept_bytes
 from swapio.optim.cuda_weights import DeviceWeights, ring_bytes
 from swapio.optim.layout import Layout, PackedGroup, ParameterInfo
 from swapio.optim.parameters import ParameterTable
@@ -51,11 +52,12 @@ def device_of(infos: Sequence[ParameterInfo]) -> torch.device | None:
 
 def stream_bytes(layout: Layout, config: SwapConfig, *, streamed: bool) -> int:
     """RAM for the gradients and weights that are on their way, of all parameters in a layout."""
-    groups = [packed for packed in layout.groups.values() if packed.bucket.device != "cpu"]
+    groups = on_device(layout)
     ring = ring_bytes(groups)
-    infos = layout.infos if streamed else _on_device(layout.infos)
-    if not (streamed and config.swap_gradients):
-        return ring + streamed_bytes(infos, _accumulation(config, streamed=streamed))
+    if not streamed:
+        return ring + kept_bytes(groups)
+    if not config.swap_gradients:
+        return ring + streamed_bytes(layout.infos, accumulation_dtype(config))
     return ring + resident_fragment_bytes(
         layout.groups.values(),
         accumulation_dtype(config),
@@ -88,7 +90,7 @@ def open_stream(
     def open_pool(nbytes: int) -> BufferPool:
         return page_locked(config, nbytes, "gradients", pin=device is not None)
 
-    memory = GradientMemory(_accumulation(config, streamed=streamed), open_pool)
+    memory = GradientMemory(accumulation_dtype(config), open_pool)
     fragments = None
     if streamed and config.swap_gradients:
         fragments = SwappedFragments(layout, swapper, accumulation_dtype(config))
@@ -98,7 +100,10 @@ def open_stream(
         pool = page_locked(config, round_up(8 * count, PAGE_BYTES), "norms", pin=True)
         scalars = pool.lease(8 * count).tensor(torch.float64, count)
         copier = DeviceCopier(device, scalars)
-    stream = GradientStream(table, memory, copier, fragments, hooked=streamed)
+    kept = None
+    if device is not None and not streamed:
+        kept = KeptGradients(device, open_pool(max(PAGE_BYTES, kept_bytes(on_device(layout)))))
+    stream = GradientStream(table, memory, copier, fragments, kept=kept)
     stream.attach()
     return stream
 
@@ -108,7 +113,7 @@ def open_weights(layout: Layout, config: SwapConfig) -> DeviceWeights | None:
     device = device_of(layout.infos)
     if device is None:
         return None
-    groups = [packed for packed in layout.groups.values() if packed.bucket.device != "cpu"]
+    groups = on_device(layout)
     pool = page_locked(config, max(PAGE_BYTES, ring_bytes(groups)), "weights", pin=True)
     return DeviceWeights(device, layout.infos, pool)
 
@@ -124,10 +129,6 @@ def is_on_device(packed: PackedGroup) -> bool:
     return packed.bucket.device != "cpu"
 
 
-def _on_device(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-    return [info for info in infos if info.bucket.device != "cpu"]
-
-
-def _accumulation(config: SwapConfig, *, streamed: bool) -> torch.dtype | None:
-    """None where there is one gradient for each step: it keeps its own dtype."""
-    return accumulation_dtype(config) if streamed else None
+def on_device(layout: Layout) -> list[PackedGroup]:
+    """The sub-groups whose parameters are not on the CPU."""
+    return [packed for packed in layout.groups.values() if is_on_device(packed)]

@@ -131,12 +131,20 @@ class GradientSource:
     @contextmanager
     def loaded(self, packed: PackedGroup, gradients: Gradients) -> Iterator[None]:
         """Have the gradients of a sub-group in RAM while it is stepped."""
-        fragments = None if self.stream is None else self.stream.fragments
-        if fragments is None:
+        stream = self.stream
+        if stream is not None and stream.fragments is not None:
+            with stream.fragments.loaded(packed, gradients):
+                yield
+        elif stream is not None and stream.kept is not None and packed.bucket.device != "cpu":
+            with stream.kept.loaded(packed, gradients):
+                yield
+        else:
             yield
-            return
-        with fragments.loaded(packed, gradients):
-            yield
+
+    def prefetch(self, packed: PackedGroup) -> None:
+        """Start to bring a sub-group's gradients to RAM; does not block."""
+        if self.stream is not None and self.stream.kept is not None:
+            self.stream.kept.prefetch(packed)
 
     def release(self) -> None:
         """Forget streamed gradients, limit and loss scale: the step is over."""

@@ -24,13 +24,13 @@ from swapio.errors import ConfigError
 from swapio.filestore import FileStore
 from swapio.host_limits import rank_name
 from swapio.path_rates import measure_weights
-from swapio.pipeline import PipelinedSwapper
 from swapio.plan import Plan, PlanRequest, evaluate_plan, make_plan
 from swapio.plan_devices import free_bytes
 from swapio.plan_forms import TIE_BYTES_PER_BLOCK, RecordSize, SubGroupSize
 from swapio.plan_rates import rates_of
 from swapio.plan_request import must_stay, ram_bytes, small_bytes, step_bytes, tagged
 from swapio.plan_staging import NO_STAGING, Staging, stagings
+from swapio.provisional import ProvisionalSwapper
 from swapio.resume import take_up_commit
 from swapio.runstats import runtime_stats
 from swapio.store import CommitRecord, SwapStore
@@ -324,7 +324,7 @@ class SwapRuntime:
                 writes_through=writes_through,
             )
         else:
-            swapper = PipelinedSwapper(
+            swapper = ProvisionalSwapper(
                 store,
                 self._pool,
                 stream_bytes=self._staging.nbytes,

@@ -29,7 +29,7 @@ __all__ = ["PartitionedSwapper", "RecordSpec", "SubGroup", "SubGroupState"]
 
 
 # Elements of a chunk that needs no transfer.
-_RESIDENT_NUMEL = 1 << 22
+_RESIDENT_NUMEL = 1 << 24
 
 
 class PartitionedSwapper(RecordAccess):

@@ -40,7 +40,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "policy": (
         *("residency", "plan", "plan_*", "subgroup", "views", "lifecycle", "access", "gradients"),
-        *("cache", "writebehind", "swapper", "pipeline", "runtime", "runstats", "tracing"),
+        *(
+            "cache",
+            "writebehind",
+            "swapper",
+            "pipeline",
+            "provisional",
+            "runtime",
+            "runstats",
+            "tracing",
+        ),
         *("turns", "path_rates", "resume"),
     ),
     "durability": ("checkpoint", "checkpoint.*"),

@@ -60,11 +60,12 @@ def test_a_copier_waits_for_the_gradient_and_knows_its_square_sum():
     assert ready[:2] == ("record", cuda.current.number)
     waits = [entry for entry in cuda.log if entry[0] == "wait" and entry[2] == ready[2]]
     assert len(waits) == 3  # both copy streams, and the one for the sums
-    assert copier.square_sum(1) is None
-    copier.settle(1)
-    assert copier.square_sum(1) == 25.0
+    chosen = np.array([1])
+    assert np.isnan(copier.square_sums(chosen)[0])
+    copier.settle([1])
+    assert copier.square_sums(chosen)[0] == 25.0
     copier.forget(1)
-    assert copier.square_sum(1) is None
+    assert np.isnan(copier.square_sums(chosen)[0])
     assert torch.equal(source, target)
 
 
@@ -115,7 +116,7 @@ def on_fake_device(monkeypatch):
 
     monkeypatch.setattr(Registration, "_bucket", bucket)
     monkeypatch.setattr(stream_open, "device_of", lambda infos: CPU if infos else None)
-    for name in ("DeviceCopier", "DeviceWeights"):
+    for name in ("DeviceCopier", "DeviceWeights", "KeptGradients"):
         cls = functools.partial(getattr(stream_open, name), cuda=cuda)
         monkeypatch.setattr(stream_open, name, cls)
     cuda.undo = monkeypatch.undo

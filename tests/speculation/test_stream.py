@@ -310,7 +310,7 @@ def test_closing_leaves_a_model_for_any_optimizer():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     other.step()
     assert not torch.equal(before, model.embed.weight)
-    assert not [t for t in threading.enumerate() if t.name.startswith("swapio")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("swapio-early")]
 
 
 def test_hooks_do_not_keep_an_optimizer_alive():
