@@ -164,6 +164,7 @@ class AdamW(AdamRuleMixin):
         gradients: "keep" or "stream"; see SwapOptimizer.
         speculate: Step sub-groups during backward: False, "adaptive" or "always".
         undo: How early steps are undone: "exact".
+        ratio: Share of the state that is kept off the device: 1.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").
 
@@ -193,6 +194,7 @@ class AdamW(AdamRuleMixin):
         gradients: str = "keep",
         speculate: str | bool = False,
         undo: str = "exact",
+        ratio: float = 1.0,
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
@@ -213,6 +215,7 @@ class AdamW(AdamRuleMixin):
             gradients=gradients,
             speculate=speculate,
             undo=undo,
+            ratio=ratio,
             nonfinite=nonfinite,
             resume=resume,
         )

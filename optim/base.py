@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -28,12 +29,13 @@ from swapio.optim.context import StepContext
 from swapio.optim.interrupt import delayed_interrupt
 from swapio.optim.layout import PackedGroup
 from swapio.optim.report import about_run, describe, step_stats
-from swapio.optim.speculation import EarlyStep
 from swapio.optim.speculation_owner import EarlySteps
 from swapio.optim.speculation_policy import check_mode
+from swapio.optim.speculation_steps import EarlyStep
 from swapio.optim.state import StateMapping
 from swapio.optim.stepstats import StepStats
 from swapio.optim.stream_open import is_on_device
+from swapio.optim.stream_ranges import profiled
 from swapio.optim.stream_source import GRADIENT_MODES, GradientSource
 from swapio.plan import Plan
 from swapio.views import Chunk
@@ -54,6 +56,7 @@ class SwapOptimizer(EarlySteps):
         speculate: Step sub-groups during backward: "always", "adaptive" (where that is faster), or
             False.
         undo: How early steps are undone; "exact".
+        ratio: Share of the state that is kept off the device; 1.
         nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
             is "skip" with `max_grad_norm` or a loss scale, else "propagate" as in torch.
         resume: Continue from the last committed step in the folder, if there is one.
@@ -73,11 +76,12 @@ class SwapOptimizer(EarlySteps):
         gradients: str = "keep",
         speculate: str | bool = False,
         undo: str = "exact",
+        ratio: float = 1.0,
         nonfinite: str | None = None,
         resume: bool = False,
     ) -> None:
         gradients = "stream" if speculate and gradients == "keep" else gradients
-        check_mode(speculate, gradients, undo)
+        check_mode(speculate, gradients, undo, ratio)
         self.speculate = speculate
         self._begin_registration(_checked_config(SwapConfig.coerce(swap), gradients))
         self._closed = False
@@ -149,9 +153,12 @@ class SwapOptimizer(EarlySteps):
         if self._frozen:
             self._thaw()
         groups = self._group_index()
-        gradients = self._source.gather()
+        began = time.perf_counter()
+        with profiled("wait for gradients"):
+            gradients = self._source.gather()
         gradients.present &= groups >= 0
-        decision = self._source.decide(gradients)
+        with profiled("decide"):
+            decision = self._source.decide(gradients)
         self.grad_norm = decision.norm
         self.step_skipped = not decision.take
         early, num_kept = self._take_early(), 0
@@ -161,7 +168,7 @@ class SwapOptimizer(EarlySteps):
         else:
             self._drop_early(early)
         self._source.release()
-        self._note_step(len(early), num_kept)
+        self._note_step(began, len(early), num_kept)
 
     def _update(self, step: StepContext, early: dict[str, EarlyStep]) -> int:
         """Step everything that has a gradient, and commit; return how many early steps counted."""
@@ -203,7 +210,7 @@ class SwapOptimizer(EarlySteps):
                 self._source.prefetch(self._layout.groups[following])
             with self._source.loaded(packed, step.gradients), swapper.swap_in(key) as view:
                 for chunk in view.chunks():
-                    with self._stats.compute():
+                    with self._stats.compute(), profiled("update"):
                         changed = self._step_chunk(packed, chunk, step)
                     if changed:
                         chunk.mark_dirty()

@@ -19,77 +19,24 @@ from __future__ import annotations
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from swapio.optim import kernels
-from swapio.optim.context import Elsewhere, StepContext
-from swapio.optim.cuda_weights import DeviceWeights, runs, virtual_addresses
-from swapio.optim.layout import MUON_RULE, Layout, MasterForm, PackedGroup
-from swapio.optim.masters import Masters
-from swapio.optim.speculation_images import DeviceImages, Image, Images
+from swapio.optim.context import StepContext
+from swapio.optim.cuda_weights import DeviceWeights
+from swapio.optim.layout import MUON_RULE, Layout, PackedGroup
 from swapio.optim.speculation_stats import SpeculationStats
+from swapio.optim.speculation_steps import EarlyOwner, EarlyStep, EarlyStepper
+from swapio.optim.stream_ranges import profiled
 from swapio.optim.stream_source import GradientSource
-from swapio.provisional import ProvisionalSwapper
-from swapio.subgroup import SubGroup, SubGroupState
-from swapio.swapper import PartitionedSwapper
-from swapio.views import Chunk, SubGroupView
 
 # A larger sum of squares may overflow in the second moment, which could not be told from inf.
 _SQUARE_SUM_MAX = 3e38
 
 # For how long another thread may keep the interpreter while backward runs.
 _SWITCH_SECONDS = 2e-4
-
-
-class EarlyOwner(Protocol):
-    """What early steps ask of an optimizer."""
-
-    _masters: Masters
-
-    @property
-    def swapper(self) -> PartitionedSwapper: ...  # noqa: D102
-    def assumed_step(self, scale: float) -> StepContext: ...  # noqa: D102
-    def may_step_early(self, packed: PackedGroup) -> bool: ...  # noqa: D102
-    def early_update(  # noqa: D102
-        self, packed: PackedGroup, chunk: Chunk, step: StepContext
-    ) -> bool: ...
-
-
-@dataclass
-class EarlyStep:
-    """An early step that was taken, and what it assumed."""
-
-    packed: PackedGroup
-    image: Image
-    view: SubGroupView
-    context: StepContext
-    rows: npt.NDArray[np.int64]
-    is_resident: bool
-    ties: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = field(default_factory=list)
-    digests: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = field(
-        default_factory=list
-    )
-    weights: npt.NDArray[np.uint64] | None = None
-
-    def fits(self, step: StepContext, params: npt.NDArray[np.int64]) -> bool:
-        """Whether the step proper would have computed the same."""
-        mine = self.context
-        stepped = params[step.gradients.present[params]]
-        return (
-            mine.scale == step.scale
-            and np.array_equal(mine.gradients.present[params], step.gradients.present[params])
-            and np.array_equal(mine.gradients.address[params], step.gradients.address[params])
-            and np.array_equal(mine.param_address[params], step.param_address[params])
-            and np.array_equal(
-                mine.hypers[mine.hyper_index[stepped]], step.hypers[step.hyper_index[stepped]]
-            )
-        )
 
 
 class Speculation:
@@ -99,9 +46,8 @@ class Speculation:
         owner: The optimizer.
         layout: Its sub-groups.
         source: Its gradients, which are streamed.
-        images: Memory for results.
-        on_device: Memory on a device for weights of its parameters.
-        weights: The way to that device.
+        stepper: Takes the steps.
+        weights: The way to a device, if there is one.
 
     Attributes:
         stats: Counters.
@@ -114,15 +60,13 @@ class Speculation:
         owner: EarlyOwner,
         layout: Layout,
         source: GradientSource,
-        images: Images,
-        on_device: DeviceImages | None = None,
+        stepper: EarlyStepper,
         weights: DeviceWeights | None = None,
     ) -> None:
         self._owner = owner
         self._layout = layout
         self._source = source
-        self._images = images
-        self._on_device = on_device
+        self._stepper = stepper
         self._weights = weights
         self._threads = max(1, kernels.num_threads() - 1)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="swapio-early")
@@ -136,6 +80,7 @@ class Speculation:
         self._spoiled: set[str] = set()
         self._futures: dict[str, Future[EarlyStep | None]] = {}
         self._partial = 0.0
+        self._counted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._order: list[str] = []
         self._interval: float | None = None
         self.is_on = True
@@ -174,7 +119,7 @@ class Speculation:
                 if future is not None and not future.cancel():
                     early = future.result()
                     if early is not None:
-                        self._close_early(early)
+                        self._stepper.drop(early)
                         self.stats.num_undone += 1
 
     def _begin(self) -> None:
@@ -191,6 +136,7 @@ class Speculation:
         if not self._is_active:
             return
         self._partial = 0.0
+        self._counted = np.zeros(num_params, np.bool_)
         self._order.clear()
         for key, packed in self._layout.groups.items():
             if packed.bucket.rule != MUON_RULE and self._owner.may_step_early(packed):
@@ -227,135 +173,37 @@ class Speculation:
         stream, assumed = self._source.stream, self._context
         if stream is None or assumed is None:
             return None
-        with torch.autograd.profiler.record_function("swapio: wait for gradients"):
+        with profiled("wait for gradients"):
             stream.settle(params)
-        if not self._looks_normal(stream.square_sums_of(params)):
+        if not self._looks_normal(params, stream.square_sums_of(params)):
             return None
-        early = self._open_early(packed, assumed)
+        gradients = stream.gradients_of(params, assumed.param_address)
+        early = self._stepper.open(packed, assumed, gradients)
         if early is None:
             self.stats.num_without_memory += 1
             return None
         try:
-            with torch.autograd.profiler.record_function("swapio: early step"):
-                done = self._step_chunks(early)
+            with profiled("early step"):
+                done = self._stepper.take(early)
         except BaseException:
-            self._close_early(early)
+            self._stepper.drop(early)
             raise
         if not done:
-            self._close_early(early)
+            self._stepper.drop(early)
             return None
         self.stats.num_early += 1
         return early
 
-    def _open_early(self, packed: PackedGroup, assumed: StepContext) -> EarlyStep | None:
-        """Reserve what an early step needs; None if there is not enough of it."""
-        swapper, stream = self._owner.swapper, self._source.stream
-        if stream is None:
-            return None
-        is_resident = swapper.state(packed.key) is SubGroupState.RESIDENT
-        on_host = packed.bucket.device == "cpu"
-        nbytes = packed.numel * packed.bucket.dtype.itemsize if on_host else 0
-        image = self._images.take(swapper.home(packed.key) if is_resident else None, nbytes)
-        if image is None:
-            return None
-        view: SubGroupView | None = None
-        if is_resident:
-            view = swapper.swap_in(packed.key)
-        elif isinstance(swapper, ProvisionalSwapper):
-            view = swapper.begin_provisional(packed.key)
-        if view is None:
-            self._images.give_back(image)
-            return None
-        context = copy(assumed)
-        context.gradients = stream.gradients_of(self._params(packed), assumed.param_address)
-        rows = context.rows_of(packed, 0, packed.numel)
-        return EarlyStep(packed, image, view, context, rows, is_resident)
-
-    def _close_early(self, early: EarlyStep) -> None:
-        """Undo an early step."""
-        self._images.give_back(early.image)
-        swapper = self._owner.swapper
-        if not early.is_resident and isinstance(swapper, ProvisionalSwapper):
-            swapper.drop_provisional(early.packed.key)
-
-    def _looks_normal(self, sums: npt.NDArray[np.float64]) -> bool:
+    def _looks_normal(self, params: npt.NDArray[np.int64], sums: npt.NDArray[np.float64]) -> bool:
         """Whether the gradients can be stepped now, and a clip is not certain already."""
-        scale = self._source.expected_unscale
-        total = float(sums.sum()) * scale * scale
-        if not total < _SQUARE_SUM_MAX:
+        sums = sums * self._source.expected_unscale**2
+        if not float(sums.sum()) < _SQUARE_SUM_MAX:
             return False
-        self._partial += total
+        # A parameter that lies in several sub-groups counts once.
+        self._partial += float(sums[~self._counted[params]].sum())
+        self._counted[params] = True
         limit = self._source.limit
         return limit is None or self._partial <= limit * limit
-
-    def _step_chunks(self, early: EarlyStep) -> bool:
-        packed, state = early.packed, early.image.state
-        for chunk in early.view.chunks():
-            away: Chunk | None = None
-            if state is not None:
-                away = Chunk(chunk.group, chunk.start, chunk.stop, [state])
-            if packed.bucket.device == "cpu":
-                done = self._step_on_host(early, chunk, away)
-            else:
-                done = self._step_for_device(early, chunk, away)
-            if not early.is_resident:
-                chunk.mark_dirty()
-            if not done:
-                return False
-        return True
-
-    def _step_on_host(self, early: EarlyStep, chunk: Chunk, away: Chunk | None) -> bool:
-        packed, lease = early.packed, early.image.weights
-        if lease is None:
-            return False
-        if early.weights is None:
-            parts = runs(packed.units, np.arange(len(packed.units.param)))
-            early.weights = early.context.param_address.copy()
-            early.weights[[part.index for part in parts]] = virtual_addresses(
-                parts, lease.address, 0, packed.bucket.dtype.itemsize
-            )
-        return self._step_chunk(early, early.context, chunk, Elsewhere(away, early.weights))
-
-    def _step_for_device(self, early: EarlyStep, chunk: Chunk, away: Chunk | None) -> bool:
-        packed = early.packed
-        if self._weights is None or self._on_device is None:
-            return False
-        span = packed.units.slice_of(chunk.start, chunk.stop)
-        parts = runs(packed.units, np.arange(span.start, span.stop))
-        waiting = self._on_device.of(packed)
-        with self._weights.aside(packed, chunk.start, chunk.stop, parts, waiting) as address:
-            context = copy(early.context)
-            weights = early.context.param_address.copy()
-            weights[[part.index for part in parts]] = virtual_addresses(
-                parts, address, chunk.start, packed.bucket.dtype.itemsize
-            )
-            if packed.bucket.form is MasterForm.SPLIT:
-                context.param_address = weights
-            return self._step_chunk(early, context, chunk, Elsewhere(away, weights))
-
-    def _step_chunk(
-        self, early: EarlyStep, context: StepContext, chunk: Chunk, to: Elsewhere
-    ) -> bool:
-        """Step a chunk; units without gradient are copied to the image, if there is one."""
-        packed, masters = early.packed, self._owner._masters
-        context = copy(context)
-        context.elsewhere = to
-        if not self._owner.early_update(packed, chunk, context):
-            return False
-        early.ties += to.ties
-        rows = context.rows_of(packed, chunk.start, chunk.stop)
-        digests = masters.digests_at(packed, rows, to.weights)
-        if digests is not None:
-            early.digests.append((rows, digests))
-        span = packed.units.slice_of(chunk.start, chunk.stop)
-        resting = np.setdiff1d(np.arange(span.start, span.stop), rows)
-        if to.chunk is not None:
-            copy_records(packed, chunk, to.chunk, resting)
-        mixed = to.weights.copy()
-        absent = packed.units.param[resting]
-        mixed[absent] = context.param_address[absent]
-        masters.copy_params(packed, to.chunk or chunk, mixed)
-        return True
 
     # -- in the step -------------------------------------------------------------------------
 
@@ -407,7 +255,7 @@ class Speculation:
     def drop(self, early: dict[str, EarlyStep]) -> None:
         """Undo early steps."""
         for one in early.values():
-            self._close_early(one)
+            self._stepper.drop(one)
         self.stats.num_undone += len(early)
 
     def retreat(self) -> None:
@@ -422,38 +270,15 @@ class Speculation:
             if one.fits(step, self._params(one.packed)):
                 kept.append(one)
             else:
-                self._close_early(one)
+                self._stepper.drop(one)
                 self.stats.num_redone += 1
         if any(one.packed.bucket.device != "cpu" for one in kept) and self._weights is not None:
             self._weights.end()
-        for one in kept:
-            self._publish(one, step)
+        with profiled("keep early steps"):
+            for one in kept:
+                self._stepper.keep(one, step)
         self.stats.num_kept += len(kept)
         return {one.packed.key for one in kept}
-
-    def _publish(self, one: EarlyStep, step: StepContext) -> None:
-        packed, masters, swapper = one.packed, self._owner._masters, self._owner.swapper
-        for rows, ties in one.ties:
-            masters.replace_ties(packed, rows, ties)
-        for rows, digests in one.digests:
-            masters.adopt_digests(packed, rows, digests)
-        replaced = None
-        if one.image.state is not None:
-            replaced = swapper.exchange_home(packed.key, one.image.state)
-        elif isinstance(swapper, ProvisionalSwapper):
-            swapper.keep_provisional(packed.key)
-        units, width = packed.units, packed.bucket.dtype.itemsize
-        if one.weights is not None:
-            offset = (units.offset[one.rows] * width).astype(np.uint64)
-            params = units.param[one.rows]
-            kernels.copy_spans(
-                one.weights[params] + offset,
-                step.param_address[params] + offset,
-                units.numel[one.rows] * width,
-            )
-        elif self._on_device is not None and self._weights is not None:
-            self._weights.publish(self._on_device.of(packed), runs(units, one.rows))
-        self._images.give_back(one.image, replaced)
 
     def close(self) -> None:
         """Undo what is in flight, end the worker and give memory back."""
@@ -468,25 +293,5 @@ class Speculation:
             if not future.cancelled() and future.exception() is None:
                 early = future.result()
                 if early is not None:
-                    self._close_early(early)
-        self._images.close()
-
-
-def copy_records(
-    packed: PackedGroup, source: Chunk, target: Chunk, rows: npt.NDArray[np.int64]
-) -> None:
-    """Copy all records of some units from one chunk to another, except `param`."""
-    if not len(rows):
-        return
-    units, group = packed.units, source.group
-    for name, spec in _records(group):
-        place = ((units.position[rows] - source.start) * spec).astype(np.uint64)
-        kernels.copy_spans(
-            place + np.uint64(source.address(name)),
-            place + np.uint64(target.address(name)),
-            units.numel[rows] * spec,
-        )
-
-
-def _records(group: SubGroup) -> list[tuple[str, int]]:
-    return [(name, spec.dtype.itemsize) for name, spec in group.specs.items() if name != "param"]
+                    self._stepper.drop(early)
+        self._stepper.close()

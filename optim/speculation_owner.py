@@ -17,9 +17,10 @@ from swapio.optim.cuda_weights import DeviceWeights
 from swapio.optim.durable import Durable
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import MUON_RULE, MasterForm, PackedGroup
-from swapio.optim.speculation import EarlyStep, Speculation
+from swapio.optim.speculation import Speculation
 from swapio.optim.speculation_images import DeviceImages, Images, image_bytes
 from swapio.optim.speculation_policy import Policy
+from swapio.optim.speculation_steps import EarlyStep, EarlyStepper
 from swapio.optim.stream_open import (
     device_of,
     on_device,
@@ -129,8 +130,12 @@ class EarlySteps(Durable):
             self,
             layout,
             self._source,
-            Images(page_locked(config, max(PAGE_BYTES, nbytes), "images", pin=False)),
-            None if device is None else DeviceImages(on_device(layout), device),
+            EarlyStepper(
+                self,
+                Images(page_locked(config, max(PAGE_BYTES, nbytes), "images", pin=False)),
+                None if device is None else DeviceImages(on_device(layout), device),
+                self._weights,
+            ),
             self._weights,
         )
         self._early.is_on = self._policy.is_on
@@ -177,11 +182,12 @@ class EarlySteps(Durable):
                     self.swapper.writeback(key, wait=False)
         return self._early.next_order([*late, *early])
 
-    def _note_step(self, num_early: int, num_kept: int) -> None:
+    def _note_step(self, began: float, num_early: int, num_kept: int) -> None:
         """Tell the policy what became of a step's early steps, and how long the iteration took."""
         if self._early is None or self._policy is None:
             return
         now = time.perf_counter()
+        self._early.stats.exposed_seconds += now - began
         seconds = None if self._step_ended is None else now - self._step_ended
         self._step_ended = now
         self._early.stats.num_steps_on += int(self._early.is_on)

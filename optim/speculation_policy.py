@@ -100,7 +100,7 @@ class Policy:
         self.reason = "" if is_on else "iterations are as fast without"
 
 
-def check_mode(speculate: object, gradients: str, undo: str) -> None:
+def check_mode(speculate: object, gradients: str, undo: str, ratio: float) -> None:
     """Raise ConfigError unless the arguments of an optimizer fit together."""
     if speculate not in MODES:
         raise ConfigError(f"speculate={speculate!r} is none of False, 'adaptive', 'always'")
@@ -108,6 +108,11 @@ def check_mode(speculate: object, gradients: str, undo: str) -> None:
         raise ConfigError(
             f"undo={undo!r}: early steps are undone exactly, by dropping what they wrote; leave it "
             "at 'exact'"
+        )
+    if ratio != 1.0:
+        raise ConfigError(
+            f"ratio={ratio!r}: state that stays on the device is not supported; set it to 1.0, or "
+            "give those parameters to an optimizer of their own"
         )
     if speculate and gradients != "stream":
         raise ConfigError("speculate needs gradients='stream': leave `gradients` out, or set it so")

@@ -18,6 +18,7 @@ class SpeculationStats:
         num_late: Sub-groups that were stepped within step().
         num_without_memory: Early steps that were left out for want of memory.
         num_steps_on: Steps that speculated.
+        exposed_seconds: Time in step(), which backward does not hide.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class SpeculationStats:
         self.num_late = 0
         self.num_without_memory = 0
         self.num_steps_on = 0
+        self.exposed_seconds = 0.0
 
     def as_dict(self) -> dict[str, float]:
         """All of them, by name with the prefix `speculation_`."""

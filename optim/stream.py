@@ -32,6 +32,7 @@ from swapio.optim.parameters import ParameterTable
 from swapio.optim.stream_fragments import SwappedFragments
 from swapio.optim.stream_guard import StreamedGradient
 from swapio.optim.stream_memory import GradientMemory, add_into, in_memory_order
+from swapio.optim.stream_ranges import profiled
 
 if TYPE_CHECKING:
     from swapio.optim.cuda_gradients import KeptGradients
@@ -201,6 +202,10 @@ class GradientStream:
             self.on_arrival(index, count)
 
     def _accept(self, index: int, grad: torch.Tensor) -> None:
+        with profiled("take gradient"):
+            self._move(index, grad)
+
+    def _move(self, index: int, grad: torch.Tensor) -> None:
         info = self._table.infos[index]
         check_gradient(info, grad)
         source = in_memory_order(info, grad.detach())

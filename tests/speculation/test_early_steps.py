@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from support.early import Run, batch, check_equal, odd_limit, wait
+from support.early import SMALL, Run, batch, check_equal, odd_limit, wait
 from swapio.errors import ConfigError
 from swapio.optim import AdamW, GradScaler, Muon, kernels, muon_param_groups
-from swapio.optim.speculation import Speculation
+from swapio.optim.speculation_steps import EarlyStepper
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -184,14 +184,14 @@ def test_a_parameter_that_somebody_changes_is_resynced():
 
 def test_an_exception_in_an_early_step_surfaces_in_step(monkeypatch):
     run = Run("always")
-    original = Speculation._step_chunks
+    original = EarlyStepper.take
 
     def broken(self, early):
         if early.packed.numel > 4000 and step == 1:
             raise ArithmeticError("broken on purpose")
         return original(self, early)
 
-    monkeypatch.setattr(Speculation, "_step_chunks", broken)
+    monkeypatch.setattr(EarlyStepper, "take", broken)
     for step in range(3):
         run.model(batch(step)).backward()
         if step == 1:
@@ -264,6 +264,31 @@ def test_arguments():
         AdamW([param], speculate="sometimes")
     with pytest.raises(ConfigError, match="undo='hope'"):
         AdamW([param], undo="hope")
+    with pytest.raises(ConfigError, match=r"ratio=0\.5"):
+        AdamW([param], ratio=0.5)
     with AdamW([param], speculate="always") as opt:
         assert (opt.gradients, opt.nonfinite) == ("stream", "skip")
     assert kernels.num_threads() >= 1
+
+
+def test_a_profiler_sees_what_happens():
+    run = Run("always", max_grad_norm=1e6)
+    with torch.profiler.profile() as profile:
+        run.model(batch(0)).backward()
+        wait(run.opt)
+        run.opt.step()
+    run.opt.close()
+    names = {event.key for event in profile.key_averages()}
+    for name in ("take gradient", "wait for gradients", "decide", "keep early steps"):
+        assert f"swapio: {name}" in names
+    assert run.opt.stats()["speculation_exposed_seconds"] > 0
+
+
+def test_a_gradient_in_several_sub_groups_counts_once_against_the_limit():
+    param = torch.nn.Parameter(torch.zeros(1 << 14))
+    with AdamW([param], speculate="always", max_grad_norm=1.05 * 2**7, swap=SMALL) as opt:
+        param.sum().backward()
+        wait(opt)
+        opt.step()
+        assert opt.grad_norm == 2**7
+        assert opt.stats()["speculation_num_kept"] == 4

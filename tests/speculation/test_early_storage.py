@@ -10,7 +10,7 @@ from support.early import Run, batch, check_equal, odd_limit, wait
 from support.faulty import FaultyStore
 from swapio.errors import SwapioError
 from swapio.optim import AdamW
-from swapio.optim.speculation import Speculation
+from swapio.optim.speculation_steps import EarlyStepper
 
 STORED = {"min_swap_bytes": 0, "host_memory": "24MiB"}
 KINDS = {
@@ -120,7 +120,7 @@ def test_a_failed_read_of_an_early_step_surfaces_in_step(tmp_path, monkeypatch):
 
 
 def test_an_exception_within_an_early_step_takes_it_back(tmp_path, monkeypatch):
-    original = Speculation._step_chunk
+    original = EarlyStepper._step_chunk
     broken = {"now": False}
 
     def step_chunk(self, early, *args):
@@ -129,7 +129,7 @@ def test_an_exception_within_an_early_step_takes_it_back(tmp_path, monkeypatch):
             raise ArithmeticError("broken on purpose, after the bytes were changed")
         return done
 
-    monkeypatch.setattr(Speculation, "_step_chunk", step_chunk)
+    monkeypatch.setattr(EarlyStepper, "_step_chunk", step_chunk)
     results = []
     for speculate in (False, "always"):
         run = Run(speculate, swap={"path": tmp_path / str(speculate), **STORED})
