@@ -7,7 +7,7 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 PYTEST := $(BIN)/python -m pytest
 export VENV
 
-.PHONY: help setup demo test test-fast test-fallbacks native lint format types soak bench sanitize \
+.PHONY: help setup demo test test-fast test-fallbacks test-integrations native lint format types soak bench sanitize \
 	wheel docs clean
 
 help: ## list the commands
@@ -28,6 +28,12 @@ test: test-fast native test-fallbacks ## all tests but the minutes-long ones
 
 test-fast: $(VENV)/.built ## the Python tests with the engine that this machine offers
 	$(PYTEST) $(ARGS)
+
+$(VENV)/.integrations: $(VENV)/.built requirements-integrations.txt
+	bash scripts/setup.sh integrations
+
+test-integrations: $(VENV)/.integrations ## examples with accelerate, transformers, Lightning, DeepSpeed
+	$(PYTEST) tests/integrations $(ARGS)
 
 test-fallbacks: $(VENV)/.built ## engine tests: io_uring denied, tiny memlock, built without liburing
 	bash scripts/test_fallbacks.sh

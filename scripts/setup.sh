@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Sets up development on a fresh Debian or Ubuntu machine: `setup.sh env` makes the virtual
-# environment with pinned tools, `setup.sh build` builds the package into it. Re-running is cheap.
+# environment with pinned tools, `setup.sh build` builds the package into it, `setup.sh
+# integrations` adds the trainers that the examples use. Re-running is cheap.
 #
 #   VENV    where the environment goes (default .venv)
 #   PYTHON  interpreter to use (default: the first of python3, python3.13, .12, .11 that is >= 3.11)
@@ -115,8 +116,19 @@ build_package() {
   touch "$VENV/.built"
 }
 
+# torch stays as it is: all of them accept the tested version.
+install_integrations() {
+  local version
+  version=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)')
+  say "installing trainers for the examples (about 300 MB)"
+  DS_BUILD_OPS=0 "$VENV/bin/python" -m pip install -q -r requirements-integrations.txt \
+    "torch==$version" || die "the trainers could not be installed"
+  touch "$VENV/.integrations"
+}
+
 case "${1:-env}" in
   env) setup_env ;;
   build) build_package ;;
-  *) die "unknown step '$1' (env or build)" ;;
+  integrations) install_integrations ;;
+  *) die "unknown step '$1' (env, build or integrations)" ;;
 esac

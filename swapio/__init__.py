@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from swapio.filestore import FileStore
     from swapio.pipeline import PipelinedSwapper
     from swapio.residency import is_resident, tag_resident, untag_resident
+    from swapio.runtime import GroupRequest, SwapRuntime
     from swapio.store import SwapStore
     from swapio.subgroup import RecordSpec, SubGroupState
     from swapio.swapper import PartitionedSwapper
@@ -44,6 +45,7 @@ __all__ = [
     "Engine",
     "File",
     "FileStore",
+    "GroupRequest",
     "IOFuture",
     "Lease",
     "PartitionedSwapper",
@@ -53,6 +55,7 @@ __all__ = [
     "StoreLockedError",
     "SubGroupState",
     "SwapConfig",
+    "SwapRuntime",
     "SwapStateError",
     "SwapStore",
     "SwapioError",
@@ -68,6 +71,7 @@ _MODULES = {
     "filestore": ("FileStore",),
     "pipeline": ("PipelinedSwapper",),
     "residency": ("is_resident", "tag_resident", "untag_resident"),
+    "runtime": ("GroupRequest", "SwapRuntime"),
     "store": ("SwapStore",),
     "subgroup": ("RecordSpec", "SubGroupState"),
     "swapper": ("PartitionedSwapper",),

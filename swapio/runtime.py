@@ -366,7 +366,12 @@ class SwapRuntime:
 
     @contextmanager
     def step(self, number: int, count: Callable[[float, int, int], None]) -> Iterator[None]:
-        """Time a step: `count(seconds, bytes read, bytes written)`, and an event of the trace."""
+        """Time the step of this number, for the trace too. Does not block by itself.
+
+        Args:
+            number: Of the step, for the trace.
+            count: Called at the end with (seconds, bytes read, bytes written).
+        """
         read, written = self.swapper.moved_bytes
         began = time.perf_counter()
         try:

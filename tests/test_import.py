@@ -33,7 +33,16 @@ def look_at_import(module: str) -> dict[str, object]:
     return result
 
 
-@pytest.mark.parametrize("module", ["swapio", "swapio.optim", "swapio.cli"])
+MODULES = (
+    "swapio",
+    "swapio.optim",
+    "swapio.cli",
+    "swapio.integrations.accelerate",
+    "swapio.integrations.deepspeed",
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_import_starts_nothing(module: str) -> None:
     result = look_at_import(module)
     assert result["before"] == result["after"]
