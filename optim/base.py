@@ -306,7 +306,7 @@ class SwapOptimizer(EarlySteps):
         self._runtime.swapper.drain()
 
     def close(self) -> None:
-        """Finish transfers and give up memory and files. Parameters stay usable. Idempotent."""
+        """Wait for transfers, give up memory and files. Parameters stay usable. Idempotent."""
         if self._closed or not self._ready or os.getpid() != self._pid:
             return
         self._closed = True

@@ -168,7 +168,11 @@ def grad_stats_spans(
 def square_sum_spans(
     addresses: ArrayLike, numels: ArrayLike, dtype: torch.dtype, *, threads: int | None = None
 ) -> NDArray[np.float64]:
-    """Return the float64 sum of squares of each span; a value is finite if all its elements are."""
+    """Return the float64 sum of squares of each span; finite if all its elements are. Blocks.
+
+    The arguments are as for copy_spans: addresses, numels of one dtype, and at most this many
+    threads.
+    """
     return _kernels.square_sum_spans(addresses, numels, dtype_code(dtype), threads=threads)
 
 

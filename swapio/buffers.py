@@ -155,7 +155,7 @@ class Lease:
         return torch.frombuffer(memory, dtype=dtype, count=numel).view(sizes)
 
     def release(self) -> None:
-        """Give the memory back to the pool; a second call does nothing."""
+        """Give the memory back to the pool; never blocks. A second call does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool._give_back(self._offset, self._reserved_bytes)

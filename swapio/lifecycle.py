@@ -237,7 +237,7 @@ class SwapperBase:
         return numbers
 
     def close(self) -> None:
-        """Give up all memory. The store and the pool belong to the caller. Idempotent."""
+        """Give up all memory at once: drain first. Store and pool are the caller's. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -267,8 +267,9 @@ class SwapperBase:
     def put_gradient(self, key: str, name: str, offset: int, tensor: torch.Tensor) -> None:
         """Store a gradient fragment (copied) for elements from `offset` of a sub-group.
 
-        A second fragment of the same name and offset replaces the first. Large ones go to storage
-        under `swap_gradients=True`; small ones stay in RAM until `take_gradients`.
+        Blocks until a large fragment is on storage. `key` is the sub-group's, `name` tells its
+        fragments apart. A second fragment of the same name replaces the first. Large ones go to
+        storage under `swap_gradients=True`; small ones stay in RAM until `drop_gradients`.
         """
         self._gradients.put(self._group(key).key, name, offset, tensor)
 

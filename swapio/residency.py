@@ -31,7 +31,7 @@ def tag_resident(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def untag_resident(tensor: torch.Tensor) -> torch.Tensor:
-    """Take the mark of `tag_resident` (or `tensor.swappable = False`) away; returns the tensor."""
+    """Undo `tag_resident` (or `tensor.swappable = False`) at once; returns the tensor."""
     setattr(tensor, _TAG, False)
     if getattr(tensor, "swappable", True) is False:
         tensor.swappable = True  # type: ignore[attr-defined]
