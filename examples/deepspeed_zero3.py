@@ -47,7 +47,7 @@ def config_of(args: argparse.Namespace) -> dict[str, object]:
 
 
 def train(args: argparse.Namespace) -> list[float]:
-    """Train a stack of layers on random data; return the losses."""
+    """Train a stack of layers on one batch; return the losses."""
     torch.manual_seed(1)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 1))
@@ -55,8 +55,8 @@ def train(args: argparse.Namespace) -> list[float]:
         model=model, model_parameters=model.parameters(), config=config_of(args)
     )
     losses = []
+    inputs = torch.randn(4, WIDTH, dtype=torch.bfloat16, device=engine.device)
     for _ in range(args.steps):
-        inputs = torch.randn(4, WIDTH, dtype=torch.bfloat16, device=engine.device)
         loss = (engine(inputs).float() - 1).square().mean()
         engine.backward(loss)
         engine.step()

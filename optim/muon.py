@@ -390,7 +390,7 @@ class Muon(AdamRuleMixin):
         return {**super().stats(), "num_newton_schulz": self._num_newton_schulz}
 
     def close(self) -> None:
-        """Finish transfers and give up memory and files. Idempotent."""
+        """Wait for transfers, give up memory and files. Idempotent."""
         super().close()
         if self._closed:
             self._scratch.close()

@@ -265,7 +265,7 @@ class SwapperBase:
         self._gradients = GradientFragments(store, lease, min_swap_bytes=self._min_swap_bytes)
 
     def put_gradient(self, key: str, name: str, offset: int, tensor: torch.Tensor) -> None:
-        """Store a gradient fragment (copied) for elements from `offset` of a sub-group.
+        """Copy `tensor`, a gradient fragment, for the elements from `offset` of a sub-group.
 
         Blocks until a large fragment is on storage. `key` is the sub-group's, `name` tells its
         fragments apart. A second fragment of the same name replaces the first. Large ones go to
