@@ -33,7 +33,7 @@ $(VENV)/.integrations: $(VENV)/.built requirements-integrations.txt
 	bash scripts/setup.sh integrations
 
 test-integrations: $(VENV)/.integrations ## examples with accelerate, transformers, Lightning, DeepSpeed
-	$(PYTEST) tests/integrations $(ARGS)
+	$(PYTEST) tests/integrations -n 2 $(ARGS)
 
 test-fallbacks: $(VENV)/.built ## engine tests: io_uring denied, tiny memlock, built without liburing
 	bash scripts/test_fallbacks.sh

@@ -7,6 +7,10 @@ VENV=${VENV:-.venv}
 root=$PWD
 scratch=$(mktemp -d "$root/build/check-wheel.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
+# auditwheel copies shared libraries that it finds into swapio.libs: liburing must be linked in.
+if "$VENV/bin/python" -m zipfile -l "$root"/dist/*.whl | grep -q 'swapio\.libs/'; then
+  echo "error: the wheel carries shared libraries; liburing is meant to be static"; exit 1
+fi
 "$VENV/bin/python" -m venv "$scratch/env"
 torch=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)')
 # Nothing to compile with: only the environment itself is on PATH.
