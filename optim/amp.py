@@ -47,7 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer unless a gradient is not finite; returns what its step returns."""
+        """Step the optimizer, if all is finite; blocks and returns as its own step does."""
         if not self._is_streaming(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or args:

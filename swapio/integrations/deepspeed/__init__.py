@@ -75,7 +75,9 @@ def install(
             "-O, or use swapio.optim, which does not depend on asserts"
         )
     loaded = _loaded_ops()
-    async_io.defaults.update(engine=engine, direct=direct, on_fallback=on_fallback)
+    async_io.defaults["engine"] = engine
+    async_io.defaults["direct"] = direct
+    async_io.defaults["on_fallback"] = on_fallback
     if "async_io" in ops:
         _put(loaded, "async_io", _facade("async_io", async_io))
         pin_memory = _facade("pin_memory", pinned)
