@@ -172,6 +172,7 @@ class SwapOptimizer(EarlySteps):
 
     def _update(self, step: StepContext, early: dict[str, EarlyStep]) -> int:
         """Step everything that has a gradient, and commit; return how many early steps counted."""
+        self._agree_on_commits()
         self._masters.begin_step(step)
         try:
             if self._weights is not None:

@@ -10,6 +10,8 @@ the loading optimizer asks for is looked up by name.
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +20,20 @@ import numpy.typing as npt
 import torch
 
 from swapio.buffers import Lease
-from swapio.checkpoint import CheckpointReader, Contents, PackContents, RamArray
+from swapio.checkpoint import (
+    CheckpointManifest,
+    CheckpointReader,
+    Contents,
+    PackContents,
+    RamArray,
+)
+from swapio.checkpoint.agreement import Agreement
 from swapio.checkpoint.manifest import ParameterEntry, Run
 from swapio.checkpoint.reader import dtype_of
 from swapio.errors import CheckpointError
 from swapio.optim import kernels
 from swapio.optim.commit_scalars import encode_group
-from swapio.optim.filling import shaped
-from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo, flat
+from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo
 from swapio.optim.masters import Masters
 from swapio.swapper import PartitionedSwapper
 
@@ -41,6 +49,7 @@ class Loaded(NamedTuple):
         payload: The bytes that `commit_payload` was when it was made.
         missing: Parameters of this optimizer that it lacks; empty with strict=True.
         unexpected: Parameters that only it has.
+        bytes_read: What was read from storage.
     """
 
     step: int
@@ -48,12 +57,7 @@ class Loaded(NamedTuple):
     payload: bytes
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-
-def memory_order(param: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions of a dense tensor from the slowest to the fastest in memory."""
-    strides: tuple[int, ...] = param.stride()
-    return tuple(sorted(range(param.dim()), key=lambda d: (-int(strides[d]), d)))
+    bytes_read: int = 0
 
 
 # -- saving ----------------------------------------------------------------------------------
@@ -74,18 +78,7 @@ def contents_of(
     packs = [_pack(layout, swapper, masters, layout.groups[key]) for key in keys]
     number_of = {key: number for number, key in enumerate(keys)}
     parameters = [
-        ParameterEntry(
-            info.name,
-            tuple(info.param.shape),
-            memory_order(info.param),
-            str(info.param.dtype).removeprefix("torch."),
-            int(counts[info.index]),
-            tuple(
-                Run(number_of[span.key], span.offset, span.position, span.numel)
-                for span in layout.spans(info.index)
-            ),
-        )
-        for info in layout.infos
+        _parameter_entry(layout, info, int(counts[info.index]), number_of) for info in layout.infos
     ]
     name_of = {id(info.param): info.name for info in layout.infos}
     plain = tuple(
@@ -96,6 +89,19 @@ def contents_of(
         for group in groups
     )
     return Contents(step, packs, parameters, plain, {"num_steps": step}, payload)
+
+
+def _parameter_entry(
+    layout: Layout, info: ParameterInfo, count: int, number_of: Mapping[str, int]
+) -> ParameterEntry:
+    place = info.place
+    runs = tuple(
+        Run(number_of[span.key], run.offset, span.position + run.local - span.offset, run.numel)
+        for span in (layout.spans(info.index) if place.is_saved else ())
+        for run in place.find(span.offset, span.numel)
+    )
+    dtype = str(info.param.dtype).removeprefix("torch.")
+    return ParameterEntry(info.name, place.shape, place.order, dtype, count, runs)
 
 
 def _pack(
@@ -176,6 +182,11 @@ class CheckpointSource:
         self._ties: dict[int, npt.NDArray[np.uint32]] = {}
         self._ordered: tuple[tuple[int, str], torch.Tensor] | None = None
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from storage."""
+        return self._reader.bytes_read
+
     def dtypes(self, index: int) -> dict[str, str]:
         """The records that the checkpoint has of a parameter."""
         return self._records.get(index, {})
@@ -187,20 +198,23 @@ class CheckpointSource:
 
     def read(self, index: int, name: str, offset: int, out: torch.Tensor) -> None:
         """Fill `out` from element `offset` of a parameter; see `filling.Source`."""
-        entry, param = self._found[index], self._infos[index].param
-        if entry.order == memory_order(param):
-            self._read(index, entry, name, offset, out)
+        entry, place = self._found[index], self._infos[index].place
+        if entry.order == place.order:
+            for run in place.find(offset, out.numel()):
+                part = out[run.local - offset : run.local - offset + run.numel]
+                self._read(index, entry, name, run.offset, part)
             return
-        # Another memory format: the parameter is turned as a whole.
+        # Another memory format: the whole parameter is turned.
         if self._ordered is None or self._ordered[0] != (index, name):
-            stored = torch.empty(param.numel(), dtype=out.dtype)
+            numel = math.prod(entry.shape)
+            stored = torch.empty(numel, dtype=out.dtype)
             self._read(index, entry, name, 0, stored)
-            dims = [entry.shape[dim] for dim in entry.order]
-            inverse = [entry.order.index(dim) for dim in range(len(dims))]
-            memory = torch.empty(param.numel(), dtype=out.dtype)
-            shaped(memory, param).copy_(stored.view(dims).permute(inverse))
-            self._ordered = ((index, name), flat(memory))
-        out.copy_(self._ordered[1][offset : offset + out.numel()])
+            seen = stored.view([entry.shape[dim] for dim in entry.order])
+            seen = seen.permute([entry.order.index(dim) for dim in place.order])
+            self._ordered = ((index, name), seen.reshape(numel))
+        for run in place.find(offset, out.numel()):
+            part = out[run.local - offset : run.local - offset + run.numel]
+            part.copy_(self._ordered[1][run.offset : run.offset + run.numel])
 
     def _read(
         self, index: int, entry: ParameterEntry, name: str, offset: int, out: torch.Tensor
@@ -266,10 +280,10 @@ def match_parameters(
         info.index: reader.parameters[info.name] for info in infos if info.name in reader.parameters
     }
     for index, entry in found.items():
-        if entry.shape != tuple(infos[index].param.shape):
+        shape = tuple(infos[index].place.shape)
+        if entry.shape != shape:
             raise CheckpointError(
-                f"parameter {entry.name!r} has shape {entry.shape} in the checkpoint, "
-                f"{tuple(infos[index].param.shape)} here"
+                f"parameter {entry.name!r} has shape {entry.shape} in the checkpoint, {shape} here"
             )
     names = {info.name for info in infos}
     missing = tuple(info.name for info in infos if info.index not in found)
@@ -296,3 +310,11 @@ def match_groups(
         )
         for group in groups
     ]
+
+
+def payload_of(manifest: CheckpointManifest, agreement: Agreement) -> bytes:
+    """The user's bytes of this rank, or of rank 0 if there were other ranks."""
+    of_ranks = manifest.scalars.get("payloads", [])
+    if len(of_ranks) != agreement.world_size:
+        return manifest.payload
+    return base64.b64decode(of_ranks[agreement.rank])

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio.checkpoint.placement import Placement, whole
 from swapio.errors import ConfigError
 from swapio.partition import Fragment, iter_pack, pack_whole
 
@@ -63,12 +64,19 @@ class ParameterInfo:
         given_name: The user's name for it, or its position among all that were listed.
         param: The tensor itself.
         bucket: What it may be packed with.
+        part: Which elements of the whole parameter the tensor has; None: all, it is the whole.
     """
 
     index: int
     given_name: str | int
     param: torch.Tensor
     bucket: Bucket
+    part: Placement | None = None
+
+    @property
+    def place(self) -> Placement:
+        """Where the tensor's elements belong in the whole parameter."""
+        return self.part or whole(self.param.shape, memory_order(self.param))
 
     @property
     def name(self) -> str:
@@ -85,6 +93,12 @@ class ParameterInfo:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor in memory order, as a 1-D view."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+
+
+def memory_order(param: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions of a dense tensor from the slowest to the fastest in memory."""
+    strides: tuple[int, ...] = param.stride()
+    return tuple(sorted(range(param.dim()), key=lambda d: (-int(strides[d]), d)))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio.checkpoint.placement import Placement
 from swapio.config import SwapConfig
 from swapio.errors import ConfigError
 from swapio.optim.layout import (
@@ -107,6 +108,10 @@ class Registration(torch.optim.Optimizer):
     def check_bucket(self, bucket: Bucket, name: str) -> None:
         """Raise ConfigError if the rule cannot step what `name` is the first parameter of."""
 
+    def placement_of(self, name: str, param: torch.Tensor) -> Placement | None:  # noqa: ARG002
+        """Which elements of a whole parameter this rank's tensor has; None: it is the whole."""
+        return None
+
     # -- groups ------------------------------------------------------------------------------
 
     def _check_open(self, *, failed_ok: bool = False) -> None:
@@ -158,7 +163,9 @@ class Registration(torch.optim.Optimizer):
                 index = len(self._layout.infos) + len(infos)
                 if index == member.name:
                     index = member.name  # one object for both
-                infos.append(ParameterInfo(index, member.name, member.param, self._bucket(member)))
+                part = self.placement_of(text(member.name), member.param)
+                bucket = self._bucket(member)
+                infos.append(ParameterInfo(index, member.name, member.param, bucket, part))
             else:
                 self._frozen.append(member)
         return infos

@@ -7,12 +7,13 @@ cast to the parameter's dtype nor moved to its device; nothing here calls `step(
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from swapio.errors import ConfigError
+from swapio.checkpoint.placement import Placement
+from swapio.errors import ConfigError, SwapStateError
 from swapio.optim.filling import DictSource, Source, fill, shaped, warn_of_conversion
 from swapio.optim.layout import MasterForm
 from swapio.optim.registration import Registration
@@ -98,6 +99,14 @@ class StateAccess(Registration):
             raise ConfigError(f"no state {name!r}: this parameter has {known}")
         self.put_state(index, name, value)
 
+    def name_of(self, index: int) -> str:
+        """The name of a parameter, as checkpoints have it."""
+        return self._layout.infos[index].name
+
+    def place_of(self, index: int) -> Placement:
+        """Which elements of a whole parameter this optimizer has."""
+        return self._layout.infos[index].place
+
     # -- all of them -------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -126,6 +135,7 @@ class StateAccess(Registration):
             index = self.parameter_index(param)
             count_of = torch.tensor(float(self._counts[index]))
             found = tensors[index] if param.numel() else self.state_of(param)
+            found = {name: self.to_outer(index, v) for name, v in found.items() if name != "step"}
             state[position] = {"step": count_of, **found}
         result: dict[str, Any] = {"state": state, "param_groups": packed}
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -160,12 +170,64 @@ class StateAccess(Registration):
             for param, key in zip(mine["params"], theirs["params"], strict=True):
                 if param in self.state:
                     entries[self.parameter_index(param)] = state_dict["state"].get(key, {})
+        entries = {
+            index: {name: self.to_inner(index, value) for name, value in entry.items()}
+            for index, entry in entries.items()
+        }
         self._check_entries(entries)
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
         self._fill_from(entries)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
+
+    def to_outer(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """What `state_dict` gives for the state of a parameter, which may be a part of one.
+
+        Raises:
+            SwapStateError: Plain tensors of parts would be taken for copies of the whole.
+        """
+        info = self._layout.infos[index]
+        if info.part is None:
+            return value
+        raise SwapStateError(
+            f"state_dict() has no form for {info.name}, of which this rank has a part only: use "
+            "save(dir) and load(dir), which take any number of ranks"
+        )
+
+    def to_inner(self, index: int, value: Any) -> Any:  # noqa: ARG002
+        """What this rank keeps of a value of a state dict; a DTensor's local tensor."""
+        return value.to_local() if hasattr(value, "to_local") else value
+
+    @torch.no_grad()
+    def load_from(
+        self,
+        source: Source,
+        counts: Mapping[int, int],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Load from anything that reads runs of elements; blocks, in bounded memory.
+
+        Args:
+            source: Gives state by parameter index, name and offset.
+            counts: Step counts by parameter index; others become 0.
+            groups: Hyperparameters of each param group.
+
+        Raises:
+            ValueError: The number of groups differs; nothing was changed.
+        """
+        self._check_open()
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"there are {len(groups)} param groups to load, this optimizer has "
+                f"{len(self.param_groups)}"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+        for info in self._layout.infos:
+            self._counts[info.index] = counts.get(info.index, 0)
+            self._owned[info.index] |= source.has(info.index, "master")
+        self._fill(source)
 
     def _check_entries(self, entries: dict[int, dict[str, Any]]) -> None:
         """Look at everything before anything is changed."""
@@ -196,7 +258,12 @@ class StateAccess(Registration):
         self._fill(DictSource(self._layout.infos, entries))
 
     def _fill(self, source: Source) -> None:
-        fill(self._layout, self._runtime.swapper, self._masters, source, self._record_names())
+        swapper = self._runtime.swapper
+        try:
+            fill(self._layout, swapper, self._masters, source, self._record_names())
+        except BaseException as error:
+            swapper.fail(error)  # some sub-groups are filled, others are not
+            raise
 
     def _record_names(self) -> set[str]:
         rules = {info.bucket.rule for info in self._layout.infos}

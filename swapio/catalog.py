@@ -16,7 +16,7 @@ from swapio.provision import provide_slots
 from swapio.recovery import recover_store
 from swapio.slotfiles import SlotFileSet
 from swapio.slots import SubGroup
-from swapio.store import Durability, Progress, RecordLayout
+from swapio.store import ChooseCommit, Durability, Progress, RecordLayout
 from swapio.storefolders import StoreFolders
 from swapio.striping import FileGroup, SubGroupLayout, group_files, lay_out
 from swapio.transaction import Shared
@@ -117,8 +117,8 @@ class Catalog:
         self.write_manifest("open")
         return written
 
-    def recover(self, step: int | None) -> StepRecord | None:
-        """Take up a commit of an earlier run; see `SwapStore.recover`."""
+    def recover(self, step: int | None, choose: ChooseCommit | None = None) -> StepRecord | None:
+        """Take up a commit of an earlier run; see `FileStore.recover`."""
         if self._groups:
             raise SwapStateError("recover comes before allocate")
         folders = self._folders
@@ -133,12 +133,19 @@ class Catalog:
             )
         try:
             found = recover_store(
-                manifest, self.declared, folders.files, folders.log, self._shared, step=step
+                manifest,
+                self.declared,
+                folders.files,
+                folders.log,
+                self._shared,
+                step=step,
+                choose=choose,
             )
         except BaseException:
             folders.files.close(remove=False)
             raise
         if found is None:
+            folders.files.close(remove=False)
             return None
         folders.store_id = manifest.store_id
         self.declared.clear()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commit record: which slots are step N (docs/format.md, "Commit record").
 
-Two files take turns, so that a record torn by a crash leaves the one before it whole. A record is
-valid only together with the slot tables it names: their checksums are in it.
+Two files take turns, so that a record torn by a crash leaves the one before it whole; three in a
+run of several ranks, where one may have committed a step more than another. A record is valid only
+together with the slot tables it names: their checksums are in it.
 
 Invariant: record N is written when every byte it vouches for has been written, and the slots of
 record N-1 are overwritten only after record N is whole.
@@ -23,7 +24,7 @@ from swapio.errors import CorruptionError
 
 MAGIC = b"SWAPCMIT"
 FORMAT_VERSION = 1
-FILE_NAMES = ("commit-0.bin", "commit-1.bin")
+FILE_NAMES = ("commit-0.bin", "commit-1.bin", "commit-2.bin")
 UNWRITTEN = 0xFFFFFFFF
 # magic, version, header bytes, store id, step, sequence, entries, scalar bytes, payload bytes,
 # total bytes, checksum of the record with this field zero

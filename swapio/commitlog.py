@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two commit files of a store: which one is next, writing and reading them.
+"""The commit files of a store: which one is next, writing and reading them.
 
-Invariant: the file that holds the newest whole record is never the one that is written next.
+Invariant: the file that holds the newest whole record is never the one that is written next; with
+`num_files` files the newest `num_files - 1` records stay whole whatever happens.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ class CommitLog:
         engine: Writes the records.
         folder: The store's folder on its first path.
         lock_timeout: Seconds to wait for files that a dying run still writes.
+        num_files: How many files take turns: 2, or 3 where ranks may be a commit apart.
     """
 
-    def __init__(self, engine: Engine, folder: Path, lock_timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, folder: Path, lock_timeout: float, num_files: int = 2
+    ) -> None:
         self._engine = engine
+        self._num_files = num_files
         self._folder = folder
         self._lock_timeout = lock_timeout
         self._files: dict[int, File] = {}
@@ -58,7 +63,7 @@ class CommitLog:
             self._engine.fsync(file, data_only=True).result()
             if is_new:
                 sync_folder(self._folder)
-        self._next = 1 - self._next
+        self._next = (self._next + 1) % self._num_files
         self.sequence += 1
 
     def read(self) -> list[StepRecord]:
@@ -77,15 +82,17 @@ class CommitLog:
         return [record for _, _, record in found]
 
     def resume_after(self, record: StepRecord) -> None:
-        """Let the next record go to the file that does not hold `record`."""
+        """Let the next record go to the file that can be spared best, never to `record`'s."""
+        found: dict[int, int] = {}
         for index, name in enumerate(FILE_NAMES):
             path = self._folder / name
-            found = _read_record(path) if path.exists() else None
-            if found is not None and found.sequence == record.sequence:
-                self._next = 1 - index
-            elif found is not None and found.sequence > record.sequence:
+            other = _read_record(path) if path.exists() else None
+            if other is not None and other.sequence > record.sequence:
                 # It was passed over: a later recovery must not prefer it.
                 self._open_file(index).truncate(0)
+            elif other is not None:
+                found[index] = other.sequence
+        self._next = min(range(self._num_files), key=lambda index: found.get(index, -1))
         self.sequence = record.sequence
 
     def close(self, *, remove: bool) -> None:

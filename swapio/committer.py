@@ -68,6 +68,13 @@ class Committer:
         """Whether a whole record exists."""
         return any(commit.is_whole for commit in self._commits)
 
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest whole record; -1 when there is none."""
+        with self._shared.lock:
+            whole = [commit.step for commit in self._commits if commit.is_whole]
+        return whole[-1] if whole else -1
+
     def commit(
         self,
         step: int,

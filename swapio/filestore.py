@@ -27,6 +27,7 @@ from swapio.errors import AioError, ClosedError, ConfigError, SwapStateError
 from swapio.holds import FileHold, locate_slot
 from swapio.slots import Slot, SubGroup
 from swapio.store import (
+    ChooseCommit,
     CommitRecord,
     Durability,
     Piece,
@@ -99,7 +100,12 @@ class FileStore(SwapStore):
         self._shared = Shared(mover, counters, TaskQueue("swapio-store"))
         self._transactions: dict[str, FileTransaction] = {}
         self._folders = StoreFolders(
-            paths, engine, namespace=namespace, lock_timeout=lock_timeout, weights=weights
+            paths,
+            engine,
+            namespace=namespace,
+            lock_timeout=lock_timeout,
+            weights=weights,
+            num_commit_files=3 if confirm_commits else 2,
         )
         self._catalog = Catalog(
             self._shared, self._folders, durability=durability, num_slots=self.num_slots
@@ -229,14 +235,27 @@ class FileStore(SwapStore):
             step, list(self._catalog.sub_groups.values()), payload, scalars or {}
         )
 
+    @property
+    def newest_commit(self) -> int:
+        """The step of the newest commit that is whole; -1 when there is none."""
+        return self._committer.newest_step
+
     def confirm(self, step: int) -> None:
         """Free the slots of commits older than `step`; see `SwapStore.confirm`."""
         self._committer.confirm(step)
 
-    def recover(self, step: int | None = None) -> CommitRecord | None:
-        """Take up a commit of an earlier run; see `SwapStore.recover`."""
+    def recover(
+        self, step: int | None = None, *, choose: ChooseCommit | None = None
+    ) -> CommitRecord | None:
+        """Take up a commit of an earlier run; see `SwapStore.recover`.
+
+        Args:
+            step: The step that is wanted; None is the newest.
+            choose: Is given all whole commits, newest first, and returns one of them, or None for
+                none: then nothing was changed. Not called when there is no commit.
+        """
         self._check()
-        record = self._catalog.recover(step)
+        record = self._catalog.recover(step, choose)
         if record is None:
             return None
         self._committer.take_up(record.step, list(self._catalog.sub_groups.values()))
@@ -286,6 +305,13 @@ class FileStore(SwapStore):
         sub_group = self._fenced(key)
         with self._shared.lock:
             return len(sub_group.free_slots(in_place=self.durability == "checkpoint"))
+
+    def has_free_slots(self) -> bool:
+        """Whether every sub-group has a slot that a transaction could write now; does not wait."""
+        in_place = self.durability == "checkpoint"
+        with self._shared.lock:
+            sub_groups = self._catalog.sub_groups.values()
+            return all(sub_group.free_slots(in_place=in_place) for sub_group in sub_groups)
 
     def note_checkpoint(self, path: str) -> None:
         """Remember the last checkpoint, so that after a crash the next run can name it."""

@@ -2,8 +2,8 @@
 """Taking up a commit of an earlier run: manifest, files, commit records, slot tables.
 
 Invariant: a commit is taken up only if every slot table that it names is there with the checksum
-that it names; otherwise the older one is tried, and if none is whole that is an error, not a
-fresh start.
+that it names; otherwise an older one is tried, and if none is whole that is an error, not a
+fresh start. Which of the whole ones it is, the caller may choose: ranks must take the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from swapio.errors import CheckpointError, CorruptionError
 from swapio.manifest import Manifest, restore_groups
 from swapio.slotfiles import SlotFiles, num_links
 from swapio.slots import SubGroup
+from swapio.store import ChooseCommit, CommitRecord
 from swapio.striping import FileGroup, SubGroupLayout
 from swapio.tables import SlotTable
 from swapio.transaction import Shared, read_table
@@ -48,11 +49,21 @@ def recover_store(
     shared: Shared,
     *,
     step: int | None,
+    choose: ChooseCommit | None = None,
 ) -> Recovered | None:
     """Open what an earlier run left and take up its newest whole commit, or that of `step`.
 
+    Args:
+        manifest: Of the earlier run.
+        declared: The sub-groups of this run; empty takes those of the earlier one.
+        files: Opens the slot files.
+        log: Reads the commit records.
+        shared: The store's common parts.
+        step: The step that is wanted; None is the newest.
+        choose: Is given all whole commits, newest first, and says which one it is to be.
+
     Returns:
-        None if there is no commit.
+        None if there is no commit, or `choose` wants none.
 
     Raises:
         CheckpointError: If no commit is whole, or the declared sub-groups differ.
@@ -72,18 +83,45 @@ def recover_store(
     sub_groups = [
         sub_group for group, num_slots in placed for sub_group in _open(files, group, num_slots)
     ]
+    whole = _whole(candidates, sub_groups, shared, want_all=choose is not None)
+    position = 0 if choose is None else _position(choose, [record for record, _ in whole])
+    if position is None:
+        return None
+    record, tables = whole[position]
+    _take_up(record, sub_groups, tables)
+    log.resume_after(record)
+    return Recovered(record, [group for group, _ in placed], sub_groups)
+
+
+def _whole(
+    candidates: Sequence[StepRecord],
+    sub_groups: Sequence[SubGroup],
+    shared: Shared,
+    *,
+    want_all: bool,
+) -> list[tuple[StepRecord, list[SlotTable | None]]]:
+    """Return the commits whose tables are all there: the newest, or all of them."""
+    found: list[tuple[StepRecord, list[SlotTable | None]]] = []
     reasons = []
     for record in candidates:
         try:
-            tables = _read_tables(record, sub_groups, shared)
+            found.append((record, _read_tables(record, sub_groups, shared)))
         except CorruptionError as error:
             reasons.append(f"step {record.step}: {error}")
-            _logger.warning("the commit of step %d is not whole: %s", record.step, error)
-            continue
-        _take_up(record, sub_groups, tables)
-        log.resume_after(record)
-        return Recovered(record, [group for group, _ in placed], sub_groups)
-    raise CheckpointError("no commit is whole; resume from a checkpoint. " + "; ".join(reasons))
+            if not found:  # an older one's slots may well have been written since
+                _logger.warning("the commit of step %d is not whole: %s", record.step, error)
+        if found and not want_all:
+            break
+    if not found:
+        reason = "; ".join(reasons)
+        raise CheckpointError(f"no commit is whole; resume from a checkpoint. {reason}")
+    return found
+
+
+def _position(choose: ChooseCommit, records: Sequence[StepRecord]) -> int | None:
+    offered = [CommitRecord(r.step, r.payload, r.scalars, ()) for r in records]
+    chosen = choose(offered)
+    return None if chosen is None else offered.index(chosen)
 
 
 def _compare(declared: Sequence[SubGroupLayout], stored: Sequence[SubGroupLayout]) -> None:

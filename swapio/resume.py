@@ -11,15 +11,21 @@ import logging
 
 from swapio.errors import CheckpointError, CorruptionError
 from swapio.filestore import FileStore
-from swapio.store import CommitRecord
+from swapio.store import ChooseCommit, CommitRecord
 
 _logger = logging.getLogger("swapio.runtime")
 
 
 def take_up_commit(
-    store: FileStore | None, step: int | None, *, resume: bool
+    store: FileStore | None,
+    step: int | None,
+    *,
+    resume: bool,
+    choose: ChooseCommit | None = None,
 ) -> CommitRecord | None:
-    """Take up the commit of an earlier run, the newest or that of `step`; blocks.
+    """Take up the commit of an earlier run: the newest, that of `step`, or what `choose` says.
+
+    Blocks.
 
     Without `resume` too: its slots are then kept, beside the first contents of this run, until
     this run commits its first step.
@@ -33,7 +39,7 @@ def take_up_commit(
         _tell_of_crash(store)
         return None
     try:
-        record = store.recover(step)
+        record = store.recover(step, choose=choose)
     except (CheckpointError, CorruptionError) as error:
         if resume:
             raise

@@ -33,7 +33,7 @@ from swapio.plan_staging import NO_STAGING, Staging, stagings
 from swapio.provisional import ProvisionalSwapper
 from swapio.resume import take_up_commit
 from swapio.runstats import runtime_stats
-from swapio.store import CommitRecord, SwapStore
+from swapio.store import ChooseCommit, CommitRecord, SwapStore
 from swapio.subgroup import RecordSpec, SubGroup
 from swapio.swapper import PartitionedSwapper
 from swapio.tracing import Tracer, trace_path
@@ -115,8 +115,11 @@ class SwapRuntime:
         workspace_bytes: int = 0,
         resume: bool = False,
         step: int | None = None,
+        choose: ChooseCommit | None = None,
+        confirm_commits: bool = False,
     ) -> None:
         self.config = config
+        self._confirm_commits = confirm_commits
         self.recovered: CommitRecord | None = None
         self.tracer = None if config.trace is None else Tracer(trace_path(config.trace))
         self.engine: Engine | None = None
@@ -140,7 +143,7 @@ class SwapRuntime:
             resident = set(self.plan.resident)
             for index, request in enumerate(requests):
                 self._register(request, whole=index in resident)
-            record = take_up_commit(self.store, step, resume=resume)
+            record = take_up_commit(self.store, step, resume=resume, choose=choose)
             if record is not None and resume:
                 self.recovered = record
                 self.swapper.take_up(record.step)
@@ -275,6 +278,7 @@ class SwapRuntime:
                 weights=self._weights(engine),
                 # Ranks may be given the same folder: each has its own part of the state.
                 namespace=config.namespace or rank_name(),
+                confirm_commits=self._confirm_commits,
             )
         )
 

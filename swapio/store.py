@@ -83,6 +83,10 @@ class CommitRecord(NamedTuple):
     keys: tuple[str, ...]
 
 
+# Chooses one of some commits, newest first; None for none of them.
+ChooseCommit = Callable[[Sequence[CommitRecord]], CommitRecord | None]
+
+
 class PreviousRun(NamedTuple):
     """What an earlier run left in the folder.
 

@@ -40,6 +40,7 @@ class StoreFolders:
         lock_timeout: Seconds to wait.
         weights: Share of each path; equal by default. A function is asked for them, unless an
             earlier run's commits lie there: those keep their pattern.
+        num_commit_files: Files that commit records take turns in.
 
     Attributes:
         folders: The folder on each path.
@@ -64,6 +65,7 @@ class StoreFolders:
         namespace: str,
         lock_timeout: float,
         weights: Sequence[float] | Callable[[], Sequence[float]] | None,
+        num_commit_files: int = 2,
     ) -> None:
         parents = _usable_parents(paths)
         if isinstance(weights, Sequence) and len(weights) != len(parents):
@@ -86,7 +88,7 @@ class StoreFolders:
             self.pattern = self._choose_pattern(weights)
             self.checkpoint = "" if self.previous is None else self.previous.checkpoint
             self.files = SlotFiles(engine, self.folders, lock_timeout)
-            self.log = CommitLog(engine, self.folders[0], lock_timeout)
+            self.log = CommitLog(engine, self.folders[0], lock_timeout, num_commit_files)
         except BaseException as error:
             self.unlock(remove=False)
             if isinstance(error, OSError) and not isinstance(error, SwapioError):

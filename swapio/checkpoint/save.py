@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving: held slots become files of the checkpoint, the rest is written, the manifest is last.
 
-    in the caller      hold slots -> refuse if the next step had no slot -> link -> write what is
-                       in RAM
-    there, or in the   copy held slots that could not be linked -> fsync -> manifest -> retention
-    background         -> the slots are free, or stay linked
+    in the caller      hold slots -> refuse if the next step had no slot -> all ranks see the folder
+                       -> link -> write what is in RAM
+    there, or in the   copy held slots that could not be linked -> fsync -> every rank is done
+    background         -> rank 0 writes the manifest -> retention -> the slots are free, or linked
 
 Invariants: nothing that a later step changes is read after `start_save` has returned; a save that
-fails leaves neither a manifest nor files, and the checkpoints before it as they were.
+fails on any rank leaves neither a manifest nor files, and the checkpoints before it as they were;
+every rank raises.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from pathlib import Path
 from typing import Any
 
 from swapio.aio import Engine
-from swapio.checkpoint.agreement import Agreement, Alone
+from swapio.checkpoint.agreement import Agreement, Alone, as_aio_error, together
 from swapio.checkpoint.datafile import DataFile, Fill
 from swapio.checkpoint.folders import (
     DataFolder,
+    Summary,
     check_tag,
-    list_checkpoints,
+    is_named,
     new_token,
     remove_checkpoint,
     remove_stale,
+    survey,
 )
 from swapio.checkpoint.linking import LinkedFiles, can_link, copy_records
 from swapio.checkpoint.manifest import (
     CheckpointManifest,
     PackEntry,
     ParameterEntry,
-    Piece,
     RecordEntry,
     write_manifest,
 )
-from swapio.errors import AioError, CheckpointError, ConfigError, SwapioError
+from swapio.checkpoint.merge import Part, merge_parts
+from swapio.errors import AioError, CheckpointError, ConfigError
 from swapio.filestore import FileStore
 from swapio.holds import FileHold
 from swapio.manifest import sync_folder
@@ -167,7 +170,7 @@ def start_save(
     saver = _Saver(handle, contents, store, engine, keep_last, agreement or Alone())
     began = time.perf_counter()
     saver.begin()
-    handle.run(saver.finish, in_background=in_background and not saver.must_finish)
+    handle.run(saver.finish, in_background=saver.may_go_on_later(in_background))
     handle.stats.seconds = time.perf_counter() - began
     return handle
 
@@ -189,6 +192,7 @@ class _Saver:
         self._engine = engine
         self._keep_last = keep_last
         self._agreement = agreement
+        self._is_first = agreement.rank == 0
         self._root = handle.path.parent
         self._hold: FileHold | None = None
         self._linked: LinkedFiles | None = None
@@ -196,45 +200,71 @@ class _Saver:
         self._data: DataFile | None = None
         self._files: list[tuple[str, int]] = []
         self._entries: dict[tuple[int, str], RecordEntry] = {}
-        self.must_finish = False
+        self._late_error: BaseException | None = None
+        self._must_finish = False
 
     # -- in the caller -----------------------------------------------------------------------
 
     def begin(self) -> None:
         """Hold, link and write what later steps would change."""
-        if self._agreement.rank == 0:
-            remove_stale(self._root)
+        self._all_do(self._sweep)
         token = self._agreement.share(new_token())
-        self._all_do(lambda: self._begin(token))
+        self._all_do(lambda: self._take(token))
+        self._all_do(self._look)
+        self._all_do(self._write)
 
-    def _begin(self, token: str) -> None:
+    def may_go_on_later(self, wanted: bool) -> bool:
+        """Whether the rest may be done in the background, on every rank."""
+        votes = self._agreement.gather(wanted and not self._must_finish)
+        if all(votes):
+            self._agreement = self._agreement.background()
+        return all(votes)
+
+    def _sweep(self) -> None:
+        if self._is_first:
+            remove_stale(self._root)
+
+    def _take(self, token: str) -> None:
         self._take_hold()
         try:
-            is_creator = self._agreement.rank == 0
-            self._folder = DataFolder(self._handle.path, token, is_creator=is_creator)
+            self._folder = DataFolder(self._handle.path, token, is_creator=self._is_first)
         except OSError as error:
             raise AioError(error.errno or 0, "mkdir", self._handle.path) from error
+
+    def _look(self) -> None:
+        """Before anything is linked: ranks that do not see one folder cannot save into it."""
+        if self._folder is not None and not self._folder.is_visible():
+            raise CheckpointError(
+                f"{self._folder.path}, which rank 0 made, cannot be seen here: all ranks must be "
+                "given one folder on a file system that all of them share"
+            )
+
+    def _write(self) -> None:
+        contents, folder = self._contents, self._required_folder()
         prefix = f"rank{self._agreement.rank}-"
         if self._hold is not None:
-            self._linked = can_link(self._hold, self._folder.path, f"{prefix}slots-")
+            self._linked = can_link(self._hold, folder.path, f"{prefix}slots-")
         if self._linked is not None:
             self._files = [(path.name, path.stat().st_size) for path in self._linked.paths.values()]
-        self._data = DataFile(
-            self._engine, self._folder.path / f"{prefix}data.bin", len(self._files)
-        )
-        for index, pack in enumerate(self._contents.packs):
+        path = folder.path / f"{prefix}data.bin"
+        self._data = DataFile(self._engine, path, len(self._files))
+        for index, pack in enumerate(contents.packs):
             for name, array in pack.ram.items():
-                self._entries[index, name] = self._data.append(
-                    array.dtype, array.nbytes, array.fill
-                )
+                entry = self._data.append(array.dtype, array.nbytes, array.fill)
+                self._entries[index, name] = entry
                 self._stats.ram_bytes += array.nbytes
+
+    def _required_folder(self) -> DataFolder:
+        if self._folder is None:
+            raise CheckpointError("the save was not begun")
+        return self._folder
 
     def _take_hold(self) -> None:
         keys = [pack.key for pack in self._contents.packs if pack.held]
         store = self._store
         if store is None or not keys:
             return
-        freed = [folder / manifest.data for folder, manifest in self._to_be_removed()]
+        freed = [summary.path / summary.data for summary in self._to_be_removed()]
         short = store.short_of_slots(keys)
         if short and store.short_of_slots(short, freed):
             try:
@@ -248,13 +278,13 @@ class _Saver:
                 ) from error
             short = store.short_of_slots(keys)
         # Until the old checkpoint is gone there is no slot for a step.
-        self.must_finish = bool(short)
+        self._must_finish = bool(short)
         self._hold = store.hold(keys)
 
-    def _to_be_removed(self) -> list[tuple[Path, CheckpointManifest]]:
-        found = list_checkpoints(self._root)
-        same = [entry for entry in found if entry[0].name == self._handle.tag]
-        others = [entry for entry in found if entry[0].name != self._handle.tag]
+    def _to_be_removed(self) -> list[Summary]:
+        found = survey(self._root)
+        same = [summary for summary in found if summary.path.name == self._handle.tag]
+        others = [summary for summary in found if summary.path.name != self._handle.tag]
         if self._keep_last is None:
             return same
         return same + others[: max(0, len(others) - (self._keep_last - 1))]
@@ -263,20 +293,49 @@ class _Saver:
 
     def finish(self) -> None:
         """Copy, sync, publish, and give old checkpoints up."""
+        try:
+            self._finish()
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def _finish(self) -> None:
         self._all_do(self._complete_files)
-        self._all_do(self._publish)
-        if self._agreement.rank == 0:
-            self._retire()
-        self._agreement.share(None)
-        if self._hold is not None:
-            if self._linked is not None and self._linked.is_shared:
-                self._hold.hand_over(self._linked.paths)
-            else:
-                self._hold.release()
+        contents = self._contents
+        packs = [
+            PackEntry(
+                pack.numel,
+                {name: self._entries[index, name] for name in (*pack.held, *pack.ram)},
+            )
+            for index, pack in enumerate(contents.packs)
+        ]
+        part = Part(
+            self._files,
+            packs,
+            list(contents.parameters),
+            list(contents.groups),
+            contents.payload,
+            (contents.step, self._handle.tag),
+        )
+        parts = self._agreement.gather(part)
+        self._all_do(lambda: self._publish(parts))
+        self._retire()
+        self._agreement.share(None)  # what was retired is gone before any rank needs its slots
+        self._give_up_hold(may_be_linked=True)
+        together(self._agreement, self._raise_late)
+
+    def _give_up_hold(self, *, may_be_linked: bool) -> None:
+        hold, self._hold = self._hold, None
+        if hold is None:
+            return
+        if may_be_linked and self._linked is not None and self._linked.is_shared:
+            hold.hand_over(self._linked.paths)
+        else:
+            hold.release()
 
     def _complete_files(self) -> None:
         data, hold, linked = self._data, self._hold, self._linked
-        if data is None or self._folder is None:
+        if data is None:
             raise CheckpointError("the save was not begun")
         if linked is not None and hold is not None:
             indices = {path: number for number, path in enumerate(linked.paths.values())}
@@ -295,111 +354,73 @@ class _Saver:
         data.sync()
         data.close()
         self._files.append((data.path.name, data.nbytes))
-        sync_folder(self._folder.path)
+        sync_folder(self._required_folder().path)
 
-    def _publish(self) -> None:
-        """Gather what every rank has, and let rank 0 write the manifest."""
-        contents, folder = self._contents, self._folder
-        packs = [
-            PackEntry(
-                pack.numel,
-                {name: self._entries[index, name] for name in (*pack.held, *pack.ram)},
-            )
-            for index, pack in enumerate(contents.packs)
-        ]
-        parts = self._agreement.gather((self._files, packs, list(contents.parameters)))
-        if self._agreement.rank != 0 or folder is None:
+    def _publish(self, parts: Sequence[Part]) -> None:
+        """Let rank 0 write the manifest of what all ranks have."""
+        merged = merge_parts(parts)
+        if not self._is_first:
             return
-        known = list_checkpoints(self._root)
-        files, all_packs, parameters = merge_ranks(parts)
-        before = [m.data for path, m in known if path == self._handle.path]
-        write_manifest(
-            self._handle.path,
-            CheckpointManifest(
-                tag=self._handle.tag,
-                step=contents.step,
-                sequence=1 + max((m.sequence for _, m in known), default=0),
-                saved=time.time(),
-                world_size=self._agreement.world_size,
-                data=folder.path.name,
-                files=tuple(files),
-                packs=tuple(all_packs),
-                parameters=tuple(parameters),
-                groups=tuple(contents.groups),
-                scalars=contents.scalars,
-                payload=contents.payload,
-            ),
+        contents, folder = self._contents, self._required_folder()
+        known = survey(self._root)
+        before = [summary.data for summary in known if summary.path == self._handle.path]
+        manifest = CheckpointManifest(
+            tag=self._handle.tag,
+            step=contents.step,
+            sequence=1 + max((summary.sequence for summary in known), default=0),
+            saved=time.time(),
+            world_size=len(parts),
+            data=folder.path.name,
+            files=tuple(merged.files),
+            packs=tuple(merged.packs),
+            parameters=tuple(merged.parameters),
+            groups=tuple(merged.groups),
+            scalars=contents.scalars | merged.scalars,
+            payload=contents.payload,
         )
+        sync_folder(self._root)  # the folder's own name is on storage before its manifest is
+        try:
+            write_manifest(self._handle.path, manifest)
+        except BaseException as error:
+            if not is_named(folder.path):
+                raise
+            self._late_error = error  # after the rename: what it names must stay
         folder.close()
-        sync_folder(self._root)
         for name in before:
-            DataFolder(self._handle.path, name.removeprefix("data-"), is_creator=False).discard()
+            DataFolder(self._handle.path, name.removeprefix("data-"), is_creator=False).remove()
 
     def _retire(self) -> None:
-        if self._keep_last is None:
+        if self._keep_last is None or not self._is_first:
             return
-        found = list_checkpoints(self._root)
-        for path, _ in found[: max(0, len(found) - self._keep_last)]:
+        found = survey(self._root)
+        for old in found[: max(0, len(found) - self._keep_last)]:
             try:
-                remove_checkpoint(path)
+                remove_checkpoint(old.path)
             except OSError as error:
-                _logger.warning("the old checkpoint %s could not be removed: %s", path, error)
+                _logger.warning("the old checkpoint %s could not be removed: %s", old.path, error)
+
+    def _raise_late(self) -> None:
+        if self._late_error is not None:
+            raise self._late_error
 
     # -- agreement ---------------------------------------------------------------------------
 
     def _all_do(self, work: Callable[[], None]) -> None:
         """Work on every rank; if one fails clean up on all of them and raise."""
-        error: BaseException | None = None
         try:
-            work()
-        except BaseException as first:
-            error = first
-        failures = self._agreement.gather(None if error is None else f"{error}")
-        if not any(failure is not None for failure in failures):
-            return
-        self._clean_up()
-        if error is None:
-            rank = next(i for i, failure in enumerate(failures) if failure is not None)
-            raise CheckpointError(f"rank {rank} could not save: {failures[rank]}")
-        if isinstance(error, OSError) and not isinstance(error, SwapioError):
-            raise AioError(error.errno or 0, "write", self._handle.path) from error
-        raise error
+            together(self._agreement, work)
+        except BaseException as error:
+            self._clean_up()
+            wrapped = as_aio_error(error, "write", self._handle.path)
+            if wrapped is error:
+                raise
+            raise wrapped from error
 
     def _clean_up(self) -> None:
         if self._data is not None:
             self._data.close()
         if self._folder is not None:
             self._folder.discard()
-        if self._hold is not None:
-            self._hold.release()
-
-
-def merge_ranks(
-    parts: Sequence[tuple[list[tuple[str, int]], list[PackEntry], list[ParameterEntry]]],
-) -> tuple[list[tuple[str, int]], list[PackEntry], list[ParameterEntry]]:
-    """Join what the ranks wrote: files and packs are renumbered, runs of a parameter joined."""
-    files: list[tuple[str, int]] = []
-    packs: list[PackEntry] = []
-    parameters: dict[str, ParameterEntry] = {}
-    for rank_files, rank_packs, rank_parameters in parts:
-        first_file, first_pack = len(files), len(packs)
-        files += rank_files
-        packs += [_shift(pack, first_file) for pack in rank_packs]
-        for entry in rank_parameters:
-            runs = tuple(run._replace(pack=run.pack + first_pack) for run in entry.runs)
-            known = parameters.get(entry.name)
-            if known is not None:
-                runs = tuple(sorted((*known.runs, *runs), key=lambda run: run.offset))
-            parameters[entry.name] = replace(entry, runs=runs)
-    return files, packs, list(parameters.values())
-
-
-def _shift(pack: PackEntry, first_file: int) -> PackEntry:
-    records = {
-        name: replace(
-            record,
-            pieces=tuple(Piece(p.file + first_file, p.offset, p.nbytes) for p in record.pieces),
-        )
-        for name, record in pack.records.items()
-    }
-    return PackEntry(pack.numel, records)
+        # Another rank may have published before this one lost touch with it: links that are gone
+        # bind nothing, links that are there must not be written.
+        self._give_up_hold(may_be_linked=self._agreement.world_size > 1)

@@ -32,26 +32,36 @@ class Crashes:
 
     def run(self, job, *, kill_after=None):
         """Run a job; returns (whether it was killed, the lines it told)."""
-        self._log.unlink(missing_ok=True)
+        killed, lines = self.run_ranks(job, kill_after=kill_after)
+        return killed[0], lines[0]
+
+    def run_ranks(self, job, *, kill_after=None, may_fail=False):
+        """Run a job of one process or of several: (killed, lines) of each rank."""
+        logs = [self._log]
+        if "ranks" in job:
+            logs = [self._log.with_name(f"{self._log.name}.{r}") for r in range(job["ranks"])]
+        for log in logs:
+            log.unlink(missing_ok=True)
         self._server.stdin.write(json.dumps({**job, "log": str(self._log)}) + "\n")
         self._server.stdin.flush()
-        pid = int(self._server.stdout.readline().split()[1])
+        pids = [int(word) for word in self._server.stdout.readline().split()[1:]]
         if kill_after is not None:
-            self._wait_for("ready")
+            self._wait_for(logs[0], "ready")
             time.sleep(kill_after)
             with contextlib.suppress(ProcessLookupError):  # it failed: its status says so
-                os.kill(pid, signal.SIGKILL)
-        status = int(self._server.stdout.readline().split()[1])
-        lines = self._log.read_text().splitlines()
-        was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        assert was_killed or status == 0, "\n".join(lines)
-        return was_killed, lines
+                os.kill(pids[0], signal.SIGKILL)
+        statuses = [int(word) for word in self._server.stdout.readline().split()[1:]]
+        lines = [log.read_text().splitlines() for log in logs]
+        killed = [os.WIFSIGNALED(s) and os.WTERMSIG(s) == signal.SIGKILL for s in statuses]
+        told = "\n".join("\n".join([f"-- rank {r}", *part]) for r, part in enumerate(lines))
+        # A rank may notice that another was killed, and fail, before it is killed itself.
+        assert may_fail or any(killed) or not any(statuses), told
+        return killed, lines
 
-    def _wait_for(self, word):
+    def _wait_for(self, log, word):
         for _ in range(6000):
-            if self._log.exists() and word in (text := self._log.read_text()):
-                return
-            if self._log.exists() and "error" in text:
+            text = log.read_text() if log.exists() else ""
+            if word in text or "error" in text:
                 return
             time.sleep(0.01)
         raise AssertionError(f"the child never told {word!r}")

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks: one checkpoint of all, resume on other world sizes, commits that all have.
+
+Each rank is a process of its own, in a gloo process group. Updates are elementwise, so whatever
+the world size the result must equal one process's uninterrupted run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+
+from support.crashes import Crashes, last_number
+from support.shards import assert_parts_same
+from support.trainer import assert_same, reference
+from swapio.aio import Engine
+from swapio.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
+
+# A parameter with fewer elements than ranks, one cut in the middle of a row, an empty one.
+SIZES = [(2,), (300, 1000), (700_001,), (64, 64), (0,)]
+SWAP = {
+    "sub_group_numel": 1 << 18,
+    "chunk_numel": 1 << 18,
+    "min_swap_bytes": 0,
+    "host_memory": "3MiB",
+    "pipeline_read": False,
+    "pipeline_write": False,
+    "cpu_threads": 1,
+    "take_turns": "off",
+}
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory):
+    with Crashes(tmp_path_factory.mktemp("ranks")) as server:
+        yield server
+
+
+def job_of(folder, ranks, dtype="float32", durability="checkpoint", **more):
+    swap = {"path": str(folder / f"swap-{ranks}"), "durability": durability, **SWAP}
+    job = {"swap": swap, "sizes": SIZES, "dtype": dtype, "steps": 2, **more}
+    if ranks > 1:
+        job["ranks"] = ranks
+    return job
+
+
+def check_dump(job, steps, form):
+    expected = reference(SIZES, job["dtype"], steps, form)
+    if "ranks" not in job:
+        assert_same(torch.load(job["dump"]), expected)
+        return
+    dumps = [torch.load(f"{job['dump']}.{r}", weights_only=False) for r in range(job["ranks"])]
+    assert_parts_same(dumps, SIZES, expected)
+
+
+FORMS = {"float32": "param", "bfloat16": "split"}
+CASES = [(1, 2, "rows"), (2, 3, "flat"), (3, 1, "columns"), (3, 3, "flat")]
+ALL = list(itertools.product((1, 2, 3), (1, 2, 3), ("flat", "rows", "columns")))
+
+
+def resume_elsewhere(crashes, tmp_path, dtype, saved, loaded, cut):
+    """Saved by some ranks, loaded by others, then two more steps."""
+    folder, dump = tmp_path / "c", tmp_path / "end.pt"
+    more = {"save_every": 2, "save": str(folder), "cut": cut}
+    crashes.run_ranks(job_of(tmp_path / "a", saved, dtype, **more))
+    path, manifest = find_checkpoint(folder)
+    assert manifest.world_size == saved
+    with Engine() as engine:
+        assert verify_checkpoint(path, manifest, engine) == []
+    others = {"flat": "rows", "rows": "columns", "columns": "flat"}
+    more = {"load": str(folder), "cut": others[cut], "dump": str(dump), "steps": 4}
+    job = job_of(tmp_path / "b", loaded, dtype, **more)
+    if loaded == 2:
+        job["swap"] = {"path": None, "cpu_threads": 1}
+    crashes.run_ranks(job)
+    check_dump(job, 4, FORMS[dtype])
+
+
+@pytest.mark.parametrize("dtype", FORMS)
+@pytest.mark.parametrize(("saved", "loaded", "cut"), CASES)
+def test_other_world_sizes_go_on_from_a_checkpoint(crashes, tmp_path, dtype, saved, loaded, cut):
+    resume_elsewhere(crashes, tmp_path, dtype, saved, loaded, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FORMS)
+@pytest.mark.parametrize(("saved", "loaded", "cut"), ALL)
+def test_every_pair_of_world_sizes(crashes, tmp_path, dtype, saved, loaded, cut):
+    resume_elsewhere(crashes, tmp_path, dtype, saved, loaded, cut)
+
+
+def test_a_rank_reads_its_own_part(crashes, tmp_path):
+    """Growing the world must not read the whole state on every rank."""
+    folder, size = tmp_path / "c", 3_000_001
+    common = {"sizes": [(size,)], "steps": 1}
+    crashes.run_ranks(job_of(tmp_path / "a", 2, save_every=1, save=str(folder), **common))
+    job = job_of(tmp_path / "b", 3, load=str(folder), **common)
+    _, lines = crashes.run_ranks(job)
+    read = [last_number(told, "read") for told in lines]
+    # Records of 1 MiB are read whole, at both ends of each rank's part of three records.
+    assert 12 * size <= sum(read) <= 12 * size + 3 * 6 * (1 << 20)
+    assert max(read) <= 4 * size + 3 * 2 * (1 << 20)
+
+
+def test_ranks_that_see_different_folders_are_told_so(crashes, tmp_path):
+    job = job_of(tmp_path / "a", 2, save_every=2, save="c", own_folder=True)
+    _, lines = crashes.run_ranks(job, may_fail=True)
+    for told in lines:
+        assert "one folder" in told[-1]
+        assert last_number(told, "saving") == 2
+        assert last_number(told, "saved") == 0
+    assert not list(tmp_path.rglob("c/*/manifest.json"))
+    assert not list(tmp_path.rglob("data-*"))
+
+
+@pytest.mark.parametrize("phase", ["hold", "write", "copy", "publish"])
+def test_a_failing_rank_leaves_no_manifest_and_all_raise(crashes, tmp_path, phase):
+    folder = tmp_path / "c"
+    job = job_of(tmp_path / "a", 3, save_every=1, save=str(folder), steps=3, keep_going=True)
+    job["fail_save"] = {"rank": 0 if phase == "publish" else 1, "step": 2, "phase": phase}
+    _, lines = crashes.run_ranks(job)
+    for told in lines:
+        assert any(line.startswith("failed 2") for line in told), told
+    assert sorted(m.step for _, m in list_checkpoints(folder)) == [1, 3]
+    for path, manifest in list_checkpoints(folder):
+        assert [p.name for p in path.glob("data-*")] == [manifest.data]
+    assert {path.name for path in folder.iterdir()} == {"step-1", "step-3"}
+
+
+def resume_after_kill(crashes, job, number, kill_rank):
+    """Kill one rank at an operation of a step, and the others with it; all resume together."""
+    killed, lines = crashes.run_ranks({**job, "kill": ["step", number], "kill_rank": kill_rank})
+    done = max(last_number(told, "step") for told in lines)
+    steps = done + 2
+    again = {**job, "resume": True, "steps": steps, "delays": [0, 0, 0]}
+    _, lines = crashes.run_ranks(again)
+    begun = {last_number(told, "ready") for told in lines}
+    assert len(begun) == 1
+    # Nobody begins a step before all have committed the last but one.
+    (first,) = begun
+    assert max(0, done - 2) <= first <= done + 1
+    assert any(killed) or first == done
+    check_dump(again, steps, FORMS[job["dtype"]])
+
+
+def kill_ranks(crashes, tmp_path, count, durability, seed):
+    generator = random.Random(seed)
+    job = job_of(tmp_path / "count", 3, durability=durability, steps=4, dump=str(tmp_path / "end"))
+    _, lines = crashes.run_ranks({**job, "kill": ["step", -1]})
+    total = last_number(lines[0], "operations")
+    assert total > 10
+    for turn in range(count):
+        folder = tmp_path / str(turn)
+        dtype = generator.choice(list(FORMS))
+        job = job_of(folder, 3, dtype, durability, steps=4, dump=str(tmp_path / "end"))
+        slow = generator.randrange(3)
+        job["delays"] = [0.15 * (rank == slow) for rank in range(3)]
+        kill_rank = generator.choice([rank for rank in range(3) if rank != slow])
+        resume_after_kill(crashes, job, generator.randrange(total), kill_rank)
+
+
+def test_kill_one_rank_while_another_is_late(crashes, tmp_path):
+    kill_ranks(crashes, tmp_path, 4, "step", 5)
+
+
+@pytest.mark.slow
+def test_kill_one_rank_many_times(crashes, tmp_path):
+    kill_ranks(crashes, tmp_path, 40, "step", 6)
+    (tmp_path / "power").mkdir()
+    kill_ranks(crashes, tmp_path / "power", 10, "power", 7)
+
+
+def test_commits_are_taken_up_by_the_same_ranks_only(crashes, tmp_path):
+    job = job_of(tmp_path, 2, durability="step")
+    crashes.run_ranks(job)
+    # One rank's folder is gone.
+    lost = next((tmp_path / "swap-2").glob("*rank1*"))
+    lost.rename(tmp_path / "lost")
+    _, lines = crashes.run_ranks({**job, "resume": True}, may_fail=True)
+    assert "no committed step" in lines[1][-1]
+    assert "rank 1 could not open" in lines[0][-1] or "in common" in lines[0][-1]
+    (tmp_path / "lost").rename(lost)
+    _, lines = crashes.run_ranks({**job, "resume": True, "steps": 3})
+    assert [last_number(told, "ready") for told in lines] == [2, 2]
+    # Three ranks cannot resume what two committed.
+    job3 = {**job, "ranks": 3, "resume": True}
+    _, lines = crashes.run_ranks(job3, may_fail=True)
+    for told in lines:
+        assert "CheckpointError" in told[-1], json.dumps(told)
