@@ -6,20 +6,24 @@ For each size: the seconds of `save` on the same file system after the writeback
 bytes it linked and wrote, the bytes that the steps before and after it moved, the growth of
 anonymous memory, and for comparison the seconds of copying the swapped bytes (cp of the slot
 files, synced). Then seconds and bytes of a step with one slot and with two ("checkpoint" with
-spare_slots 0, and with every step going to another slot), and under "step" and "power".
+spare_slots 0, and with every step going to another slot), and under "step" and "power": all four
+in turn in each round, and the ratio to one slot round by round. With --load-numel the growth of
+anonymous memory while so many parameters are loaded.
 
-The last line of standard output is JSON. GB is 1e9 bytes. The defaults take about 20 s.
+The last line of standard output is JSON. GB is 1e9 bytes. The defaults take about 40 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +32,12 @@ import torch
 from swapio.optim import AdamW
 
 WIDTH = 1 << 22
+WAYS = {
+    "one slot": {"spare_slots": 0},
+    "two slots": {},
+    "step": {"durability": "step"},
+    "power": {"durability": "power"},
+}
 
 
 def anonymous_bytes():
@@ -66,9 +76,9 @@ def copy_seconds(folder, target):
     return time.perf_counter() - began
 
 
-def bench_save(root, numel, host_memory):
+def bench_save(root, numel, host_memory, master, with_copy):
     folder = root / f"save-{numel}"
-    opt, params = make(folder, numel, host_memory)
+    opt, params = make(folder, numel, host_memory, master=master)
     with opt:
         marks = [moved(opt)]
         for _ in range(2):
@@ -86,8 +96,10 @@ def bench_save(root, numel, host_memory):
             opt.step()
             opt.synchronize()
             marks.append(moved(opt))
-        (root / "copy").mkdir(exist_ok=True)
-        copied = copy_seconds(folder, root / "copy")
+        copied = None
+        if with_copy:
+            (root / "copy").mkdir(exist_ok=True)
+            copied = copy_seconds(folder, root / "copy")
     steps = [difference(a, b) for a, b in itertools.pairwise(marks)]
     return {
         "numel": sum(p.numel() for p in params),
@@ -103,25 +115,87 @@ def bench_save(root, numel, host_memory):
     }
 
 
-def bench_step(root, numel, host_memory, name, steps, **swap):
-    opt, _ = make(root / f"step-{name}", numel, host_memory, **swap)
+def timed_step(name, opt):
+    """One step, all its writes included; "two slots" writes to the slot that it does not read."""
+    held = opt._runtime.store.hold() if name == "two slots" else None
+    began = time.perf_counter()
+    opt.step()
+    opt.synchronize()
+    seconds = time.perf_counter() - began
+    if held is not None:
+        held.release()
+    return seconds
+
+
+def bench_steps(root, numel, host_memory, rounds):
+    """Steps of all ways in turn, so that each round's ratios are of neighbours in time."""
+    seconds = {name: [] for name in WAYS}
+    with contextlib.ExitStack() as stack:
+        opts = {}
+        for name, swap in WAYS.items():
+            opts[name], _ = make(root / f"step-{name}", numel, host_memory, **swap)
+            stack.enter_context(opts[name])
+            timed_step(name, opts[name])
+        before = {name: moved(opt) for name, opt in opts.items()}
+        names = list(WAYS)
+        for number in range(rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                seconds[name].append(timed_step(name, opts[name]))
+        rows = []
+        for name, opt in opts.items():
+            ratios = [a / b for a, b in zip(seconds[name], seconds["one slot"], strict=True)]
+            total = difference(before[name], moved(opt))
+            rows.append(
+                {
+                    "name": name,
+                    "seconds": statistics.median(seconds[name]),
+                    "ratio": statistics.median(ratios),
+                    "ratio_of_medians": statistics.median(seconds[name])
+                    / statistics.median(seconds["one slot"]),
+                    "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2] if rounds > 1 else [],
+                    "bytes": {key: value / rounds for key, value in total.items()},
+                }
+            )
+    return rows
+
+
+def print_steps(rows, numel):
+    for row in rows:
+        read, written, copied = (
+            row["bytes"][f"bytes_{what}"] / numel for what in ("read", "written", "copied")
+        )
+        low, high = row["ratio_quartiles"] or (row["ratio"], row["ratio"])
+        print(
+            f"step {row['name']:10} {row['seconds']:.3f} s, {row['ratio']:.3f} [{low:.3f}, "
+            f"{high:.3f}] of one slot; bytes per parameter: read {read:.2f}, written "
+            f"{written:.2f}, copied {copied:.2f}"
+        )
+
+
+def bench_load(root, numel, host_memory):
+    """Load a checkpoint of that many parameters into storage; growth of anonymous memory."""
+    opt, _ = make(root / "load", numel, host_memory)
     with opt:
         opt.step()
-        opt.synchronize()
-        before, seconds = moved(opt), []
-        for _ in range(steps):
-            held = opt._runtime.store.hold() if name == "two slots" else None
-            began = time.perf_counter()
-            opt.step()
-            opt.synchronize()
-            seconds.append(time.perf_counter() - began)
-            if held is not None:
-                held.release()
-        total = difference(before, moved(opt))
+        opt.save(root / "loaded")
+        gc.collect()
+        before, peak, stop = anonymous_bytes(), [0], threading.Event()
+
+        def watch():
+            while not stop.wait(0.005):
+                peak[0] = max(peak[0], anonymous_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        began = time.perf_counter()
+        found = opt.load(root / "loaded")
+        seconds = time.perf_counter() - began
+        stop.set()
+        watcher.join()
     return {
-        "name": name,
-        "seconds": statistics.median(seconds),
-        "bytes": {key: value / steps for key, value in total.items()},
+        "bytes": found.bytes_read,
+        "seconds": seconds,
+        "anonymous_growth": max(0, peak[0] - before),
     }
 
 
@@ -129,40 +203,38 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default=".", help="folder on the device to measure")
     parser.add_argument("--numel", type=float, nargs="*", default=[16e6, 64e6])
+    parser.add_argument("--step-numel", type=float, default=64e6, help="0: no steps")
+    parser.add_argument("--load-numel", type=float, default=0, help="0: no load")
     parser.add_argument("--host-memory", default="128MiB")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--master", default="auto", help='"separate": nothing is left in RAM')
+    parser.add_argument("--no-copy", action="store_true", help="do not copy for comparison")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-save-") as name:
-        root = Path(name)
-        saves = [bench_save(root, int(numel), args.host_memory) for numel in args.numel]
-        for row in saves:
-            print(
-                f"save {row['numel'] / 1e6:8.0f} M: {row['save_seconds']:.3f} s, linked "
-                f"{row['linked_bytes'] / 1e9:.3f} GB, wrote {row['ram_bytes'] / 1e9:.3f} GB of "
-                f"RAM; copying the slots takes {row['copy_seconds']:.3f} s; memory grew by "
-                f"{row['anonymous_growth'] / 1e6:.1f} MB"
-            )
-        numel = int(args.numel[-1])
-        ways = {
-            "one slot": {"spare_slots": 0},
-            "two slots": {},
-            "step": {"durability": "step"},
-            "power": {"durability": "power"},
-        }
-        rows = [
-            bench_step(root, numel, args.host_memory, name, args.steps, **swap)
-            for name, swap in ways.items()
-        ]
-        for row in rows:
-            ratio = row["seconds"] / rows[0]["seconds"]
-            read, written, copied = (
-                row["bytes"][f"bytes_{what}"] / numel for what in ("read", "written", "copied")
-            )
-            print(
-                f"step {row['name']:10} {row['seconds']:.3f} s, {ratio:.3f} of one slot; bytes per "
-                f"parameter: read {read:.2f}, written {written:.2f}, copied {copied:.2f}"
-            )
-        print(json.dumps({"saves": saves, "steps": rows}))
+    result = {"saves": [], "steps": [], "load": None}
+    for numel in map(int, args.numel):
+        with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-save-") as name:
+            row = bench_save(Path(name), numel, args.host_memory, args.master, not args.no_copy)
+        result["saves"].append(row)
+        print(
+            f"save {row['numel'] / 1e6:8.0f} M: {row['save_seconds']:.3f} s, linked "
+            f"{row['linked_bytes'] / 1e9:.3f} GB, wrote {row['ram_bytes'] / 1e9:.3f} GB of "
+            f"RAM; copying the slots takes {row['copy_seconds']} s; memory grew by "
+            f"{row['anonymous_growth'] / 1e6:.1f} MB; bytes of the step before "
+            f"{sum(row['step_before'].values())}, after {sum(row['step_after'].values())}"
+        )
+    if args.step_numel:
+        with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-save-") as name:
+            numel = int(args.step_numel) // WIDTH * WIDTH
+            result["steps"] = bench_steps(Path(name), numel, args.host_memory, args.rounds)
+        print_steps(result["steps"], numel)
+    if args.load_numel:
+        with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-save-") as name:
+            row = result["load"] = bench_load(Path(name), int(args.load_numel), args.host_memory)
+        print(
+            f"load {row['bytes'] / 1e9:.2f} GB in {row['seconds']:.1f} s; memory grew by "
+            f"{row['anonymous_growth'] / 1e6:.1f} MB"
+        )
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
