@@ -21,6 +21,31 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_durability_example_runs_and_goes_on(tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    (example,) = [text for text in examples if "resume=True" in text]
+    replaced = (
+        ("/nvme/run1", str(tmp_path / "run")),
+        ("/nvme/checkpoints", str(tmp_path / "checkpoints")),
+        ("4096", "256"),
+        ("% 100 == 99", "% 2 == 1"),
+    )
+    for old, new in replaced:
+        assert old in example
+        example = example.replace(old, new)
+    assert "1000" in example
+    for steps in (4, 6):  # the second run goes on where the first has ended
+        names: dict[str, object] = {}
+        code = "import torch\nfrom swapio.optim import AdamW\n" + example.replace(
+            "1000", str(steps)
+        )
+        exec(compile(code, "README.md", "exec"), names)
+        assert names["step"] == steps - 1
+        found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        assert found == [f"step-{steps - 3}", f"step-{steps - 1}"]
+    assert (tmp_path / "run").exists()
+
+
 def test_commands_and_links_exist() -> None:
     from swapio.cli import COMMANDS
 

@@ -14,13 +14,19 @@ from support.trainer_child import everything, make_params, train
 from swapio.errors import CheckpointError, ConfigError
 from swapio.optim import AdamW
 
-SIZES = [(5,), (300, 1000), (2_600_000,), (1,), (64, 64)]
-SMALL = {"sub_group_numel": 1 << 19, "min_swap_bytes": 0, "host_memory": "20MiB", "cpu_threads": 1}
+SIZES = [(5,), (300, 1000), (1_200_001,), (1,), (64, 64)]
+SMALL = {
+    "sub_group_numel": 1 << 18,
+    "chunk_numel": 1 << 18,
+    "min_swap_bytes": 0,
+    "host_memory": "11MiB",
+    "cpu_threads": 1,
+}
 SWAPPERS = {
     "pipelined": {},
     "partitioned": {"pipeline_read": False, "pipeline_write": False},
-    "all-resident": {"host_memory": "128MiB"},
-    "one-resident": {"resident": ["exp_avg"], "host_memory": "28MiB"},
+    "all-resident": {"host_memory": "64MiB"},
+    "one-resident": {"resident": ["exp_avg"], "host_memory": "16MiB"},
 }
 FORMS = [
     ("float32", "param"),
@@ -139,7 +145,7 @@ def test_other_parameters_are_refused(tmp_path):
     params = make_params(SIZES, torch.float32)
     with AdamW(named(params), swap=settings(tmp_path)) as opt:
         train(opt, params, 1, 1)
-    others = make_params([(5,), (1000, 300), (2_600_000,), (1,), (64, 64)], torch.float32)
+    others = make_params([(5,), (1000, 300), (1_200_001,), (1,), (64, 64)], torch.float32)
     with pytest.raises(CheckpointError, match="other parameters"):
         AdamW(named(others), swap=settings(tmp_path), resume=True)
     smaller = make_params(SIZES[:3], torch.float32)
