@@ -8,6 +8,7 @@ step that may fail on one of them is taken together, so that all succeed or all 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,6 +42,8 @@ from swapio.optim.commit_scalars import apply_group
 from swapio.optim.exchange import export_state, import_state
 from swapio.optim.filling import warn_of_conversion
 from swapio.optim.state_access import StateAccess
+
+_logger = logging.getLogger("swapio.optim")
 
 
 class _Found(NamedTuple):
@@ -286,8 +289,13 @@ class Saving(StateAccess):
             )
 
     def _note_checkpoint(self, folder: Path) -> None:
-        if self._runtime.store is not None:
+        """Remember a checkpoint for what the next start says after a crash."""
+        if self._runtime.store is None:
+            return
+        try:
             self._runtime.store.note_checkpoint(str(folder.resolve()))
+        except OSError as error:  # it is there and whole all the same
+            _logger.warning("a run after a crash of this one cannot name %s: %s", folder, error)
 
     def _warn_of_conversions(self, source: CheckpointSource) -> None:
         seen = set()

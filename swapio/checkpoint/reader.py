@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading a checkpoint: any run of elements of any state, verified, through a few small windows.
 
-Invariants: only what is asked for is read, in windows of 4 MiB; no byte is handed out whose block
+Invariants: only what is asked for is read, in windows of 3 MiB; no byte is handed out whose block
 was not verified; memory is `NUM_WINDOWS` windows, whatever is read.
 """
 
@@ -22,8 +22,10 @@ from swapio.checkpoint.manifest import CheckpointManifest, ParameterEntry, Recor
 from swapio.checksum import block_hashes
 from swapio.errors import CheckpointError, CorruptionError
 
-WINDOW_BYTES = 4 << 20
-NUM_WINDOWS = 4
+WINDOW_BYTES = 3 << 20
+# Two for each of the four records of a split master's parameter: what is loaded may begin anywhere
+# in a window, and the next part of each record needs the same one again.
+NUM_WINDOWS = 8
 
 _Bytes = npt.NDArray[np.uint8]
 

@@ -66,7 +66,7 @@ def test_save_then_load_is_the_same_optimizer(tmp_path, dtype, durability):
 
 TARGETS = {
     "ram": (None, {}),
-    "pipelined": ("b", {"sub_group_numel": 1 << 20}),
+    "pipelined": ("b", {"sub_group_numel": 200_000}),
     "partitioned": ("b", {**PARTITIONED, "engine": "threads"}),
     "separate": ("b", {"master": "separate"}),
     "resident": ("b", {"resident": ["exp_avg"], "host_memory": "16MiB"}),

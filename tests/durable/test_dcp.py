@@ -16,20 +16,13 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: TID251
     set_optimizer_state_dict,
 )
 
-from support.crashes import Crashes
 from support.trainer import assert_same, reference
 from support.trainer_child import everything, make_params, train
 from swapio.integrations.dcp import LoadPlanner, SnapshotStager
 from swapio.optim import AdamW
 
-SIZES = [(5,), (300, 1000), (1_200_001,), (64, 64), (0,)]
-SWAP = {
-    "sub_group_numel": 1 << 19,
-    "chunk_numel": 1 << 18,
-    "min_swap_bytes": 0,
-    "host_memory": "10MiB",
-    "cpu_threads": 1,
-}
+SIZES = [(5,), (300, 1000), (2_600_000,), (64, 64), (0,)]
+SWAP = {"sub_group_numel": 1 << 22, "min_swap_bytes": 0, "host_memory": "22MiB", "cpu_threads": 1}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
@@ -138,7 +131,7 @@ def test_streamed_load(tmp_path, dtype):
         train(opt, params, 1, 2)
         state = {"optimizer": opt, "model": dict(enumerate(params))}
         dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    for path, more in ((None, {}), (tmp_path / "b", {"sub_group_numel": 1 << 18})):
+    for path, more in ((None, {}), (tmp_path / "b", {"sub_group_numel": 1 << 19})):
         other, fresh = make(path, dtype, **more)
         with other:
             planner = LoadPlanner(tmp_path / "dcp")
@@ -233,12 +226,6 @@ def test_async_save_is_a_snapshot(tmp_path, stager):
         state = {"optimizer": planner.streamed(other), "model": dict(enumerate(fresh))}
         dcp.load(state, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
         assert_same(everything(other, fresh), reference(SIZES, "bfloat16", 2, "split"))
-
-
-@pytest.fixture(scope="module")
-def crashes(tmp_path_factory):
-    with Crashes(tmp_path_factory.mktemp("dcp")) as server:
-        yield server
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 
-from support.crashes import Crashes, last_number
+from support.crashes import last_number
 from support.trainer import assert_same, reference
 from support.trainer_child import everything, make_params, train
 from swapio.aio import Engine
@@ -27,12 +27,6 @@ SWAP = {
     "cpu_threads": 1,
     "chunk_numel": 1 << 18,
 }
-
-
-@pytest.fixture(scope="module")
-def crashes(tmp_path_factory):
-    with Crashes(tmp_path_factory.mktemp("crashes")) as server:
-        yield server
 
 
 def job_of(folder, durability="step", **more):

@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 
-from support.crashes import Crashes
 from support.trainer import assert_same, reference
 from support.trainer_child import build, everything, train
 
@@ -32,12 +31,6 @@ PLACES = {
 }
 FORMS = [("float32", "param"), ("bfloat16", "split"), ("bfloat16", "separate")]
 ALL = list(itertools.product(FORMS, PLACES, PLACES))
-
-
-@pytest.fixture(scope="module")
-def crashes(tmp_path_factory):
-    with Crashes(tmp_path_factory.mktemp("matrix")) as server:
-        yield server
 
 
 def job_of(folder, place, dtype, master, **more):

@@ -205,7 +205,7 @@ def main(job):
     if job.get("load"):
         found = opt.load(job["load"])
         step = found.step
-        tell("read", found.bytes_read)
+        tell("loaded", found.bytes_read)
     tell("ready", step)
 
     def after(done):
