@@ -17,7 +17,7 @@ def profiled(name: str) -> AbstractContextManager[Any]:
 
     Under `torch.autograd.profiler.emit_nvtx` it is an NVTX range.
     """
-    if not torch.autograd._profiler_enabled():
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return nullcontext()
     made: AbstractContextManager[Any] = torch.autograd.profiler.record_function(f"swapio: {name}")
     return made
