@@ -32,6 +32,7 @@ from swapio._kernels import (
     DECOUPLED,
     HYPER_DTYPE,
     MAXIMIZE,
+    PACKED_GROUP,
     SPAN_DTYPE,
     adam_step_spans,
     copy_spans,
@@ -47,6 +48,8 @@ from swapio._kernels import (
     simd_levels,
     split_master_spans,
     stop_threads,
+    symmetric_group_rows,
+    symmetric_product,
     thread_cores,
 )
 from swapio.optim.kernel_forms import adam_form, check_form, describe_forms, dtype_code
@@ -57,6 +60,7 @@ __all__ = [
     "DECOUPLED",
     "HYPER_DTYPE",
     "MAXIMIZE",
+    "PACKED_GROUP",
     "SPAN_DTYPE",
     "adam_form",
     "adam_rescale",
@@ -83,6 +87,8 @@ __all__ = [
     "split_master_spans",
     "square_sum_spans",
     "stop_threads",
+    "symmetric_group_rows",
+    "symmetric_product",
     "thread_cores",
 ]
 

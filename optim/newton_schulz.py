@@ -14,9 +14,9 @@ Invariants:
 
 Facts -> consequences:
 
-- A and A A are symmetric -> only blocks on and above the diagonal are multiplied, the rest is
-  copied. That is 4 n^3 instead of 6 n^3 operations for a square matrix; small matrices lose more
-  to small products than they save.
+- A and A A are symmetric -> only what lies on and above the diagonal is multiplied, the rest is
+  copied (`newton_schulz_products`). That is 4 n^3 instead of 6 n^3 operations for a square matrix;
+  small matrices lose more to small products than they save.
 - A tall matrix is not transposed: A = X^T X and X <- a X + X B are the same products.
 - For cols >= 2 rows it is cheaper to iterate on the small Gram matrix (A <- A P P and Q <- Q P
   with P = a I + b A + c A A, all symmetric) and to multiply X by Q at the end. A carries the
@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from swapio.errors import ConfigError
+from swapio.optim import kernels
 from swapio.optim.newton_schulz_plan import (
     DEFAULT_COEFFICIENTS,
     DEFAULT_EPS,
@@ -51,6 +52,7 @@ from swapio.optim.newton_schulz_plan import (
     newton_schulz_workspace_bytes,
     resolve_coefficients,
 )
+from swapio.optim.newton_schulz_products import Spare, multiply, symmetric
 
 __all__ = [
     "DEFAULT_COEFFICIENTS",
@@ -64,10 +66,10 @@ __all__ = [
     "resolve_coefficients",
 ]
 
-_MIRROR_ROWS = 128
 _CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}  # float64 pieces in which norms are summed
 _FP32_NORM_MIN, _FP32_NORM_MAX = 1e-30, 1e30
 _CONTIGUOUS = torch.contiguous_format
+_SUMMED_BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def newton_schulz(
@@ -148,10 +150,11 @@ def _orthogonalise(u: Tensor, out: Tensor, plan: Plan, arena: Arena, eps: float)
     num_products = len(plan.segments or plan.triples)  # X moves to the other buffer in each
     x, y = (last, other) if num_products % 2 == 0 else (other, last)
     _normalise(u, x.view(u.shape), eps)
+    tail = arena.elements(plan.tail_numel, plan.dtype)
     if plan.segments:
-        _iterate_gram(plan, x, y, grams)
+        _iterate_gram(plan, x, y, grams, tail)
     else:
-        _iterate_direct(plan, x, y, grams)
+        _iterate_direct(plan, x, y, grams, tail)
     if last is not flat_out:
         flat_out.copy_(last)
 
@@ -174,7 +177,13 @@ def _normalise(u: Tensor, x: Tensor, eps: float) -> None:
 
 
 def _norms(u: Tensor, chunks: list[slice]) -> Tensor:
-    """Return the Frobenius norms, [matrices, 1, 1] in float64, summed chunk by chunk."""
+    """Return the Frobenius norms, [matrices, 1, 1] in float64; summed chunk by chunk."""
+    if u.device.type == "cpu" and u.is_contiguous() and u.dtype in _SUMMED_BY_KERNEL:
+        numel = u[0].numel()
+        first, nbytes = u.data_ptr(), numel * u.dtype.itemsize
+        addresses = range(first, first + len(u) * nbytes, nbytes)
+        sums = kernels.square_sum_spans(addresses, [numel] * len(u), u.dtype)
+        return torch.from_numpy(sums).sqrt_().view(-1, 1, 1)
     squares = torch.zeros(u.shape[0], 1, 1, dtype=torch.float64, device=u.device)
     values = torch.empty_like(u[:, chunks[0]], dtype=torch.float64, memory_format=_CONTIGUOUS)
     for rows in chunks:
@@ -189,94 +198,48 @@ def _norms(u: Tensor, chunks: list[slice]) -> Tensor:
     return squares.sqrt_()
 
 
-def _iterate_direct(plan: Plan, x: Tensor, y: Tensor, grams: list[Tensor]) -> None:
+def _iterate_direct(plan: Plan, x: Tensor, y: Tensor, grams: list[Tensor], tail: Tensor) -> None:
     """X <- a X + (b A + c A A) X per step, between the buffers `x` and `y`."""
     for a, b, c in plan.triples:
         gram, update = grams
-        _gram(plan, x, gram)
-        _symmetric(plan, gram, gram, update, add=gram, beta=b, alpha=c)
+        spare = Spare(y, tail)  # y is free until the last product of the step
+        _gram(plan, x, gram, spare)
+        symmetric(plan, gram.mT, gram, update, spare, add=gram, beta=b, alpha=c)
         left, right = (x, update) if plan.tall else (update, x)
-        _multiply(left, right, y, add=x, beta=a)
+        multiply(left, right, y, add=x, beta=a)
         x, y = y, x
 
 
-def _iterate_gram(plan: Plan, x: Tensor, y: Tensor, grams: list[Tensor]) -> None:
-    """Iterate on A = X X^T within a segment, then X <- Q X with the product Q of its P."""
+def _iterate_gram(plan: Plan, x: Tensor, y: Tensor, grams: list[Tensor], tail: Tensor) -> None:
+    """Iterate on A = X X^T within a segment, then X <- Q X with the product Q of its P.
+
+    Every matrix but X is symmetric, so each is its own transpose, and the left factor is given as
+    that: rows side by side are what products pack fastest.
+    """
     first = 0
     for length in plan.segments:
-        gram, poly, total, spare = grams
-        _gram(plan, x, gram)
+        gram, poly, total, other = grams
+        spare = Spare(y, tail)
+        _gram(plan, x, gram, spare)
         for index in range(length):
             a, b, c = plan.triples[first + index]
-            _symmetric(plan, gram, gram, poly, add=gram, beta=b, alpha=c)
+            symmetric(plan, gram.mT, gram, poly, spare, add=gram, beta=b, alpha=c)
             poly.diagonal(dim1=-2, dim2=-1).add_(a)
             if index < length - 1:
-                _symmetric(plan, gram, poly, spare)
-                _symmetric(plan, spare, poly, gram)
+                symmetric(plan, gram.mT, poly, other, spare)
+                symmetric(plan, other.mT, poly, gram, spare)
             if index == 0:
                 poly, total = total, poly
             else:
-                _symmetric(plan, total, poly, spare)
-                total, spare = spare, total
+                symmetric(plan, total.mT, poly, other, spare)
+                total, other = other, total
         left, right = (x, total) if plan.tall else (total, x)
-        _multiply(left, right, y)
+        multiply(left, right, y)
         x, y = y, x
         first += length
 
 
-def _gram(plan: Plan, x: Tensor, out: Tensor) -> None:
+def _gram(plan: Plan, x: Tensor, out: Tensor, spare: Spare) -> None:
     """out = X X^T on the short side."""
     left, right = (x.mT, x) if plan.tall else (x, x.mT)
-    _symmetric(plan, left, right, out)
-
-
-def _multiply(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    *,
-    add: Tensor | None = None,
-    beta: float = 0.0,
-    alpha: float = 1.0,
-) -> None:
-    """out = alpha left right + beta add, for one matrix or a batch, without temporaries."""
-    if left.ndim == 2:
-        if add is None:
-            torch.mm(left, right, out=out)
-        else:
-            torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
-    elif add is None:
-        torch.bmm(left, right, out=out)
-    else:
-        torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
-
-
-def _symmetric(
-    plan: Plan,
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    *,
-    add: Tensor | None = None,
-    beta: float = 0.0,
-    alpha: float = 1.0,
-) -> None:
-    """out = alpha left right + beta add where that is known to be symmetric."""
-    if not plan.symmetric:
-        _multiply(left, right, out, add=add, beta=beta, alpha=alpha)
-        return
-    for start in range(0, plan.order, plan.block_rows):
-        rows, cols = slice(start, start + plan.block_rows), slice(start, None)
-        panel = out[rows, cols]
-        addend = None if add is None else add[rows, cols]
-        _multiply(left[rows], right[:, cols], panel, add=addend, beta=beta, alpha=alpha)
-        beyond = slice(start + plan.block_rows, None)
-        _mirror(out[rows, beyond], out[beyond, rows])
-
-
-def _mirror(block: Tensor, target: Tensor) -> None:
-    """target = block^T, in tiles that stay in the cache."""
-    for row in range(0, block.shape[0], _MIRROR_ROWS):
-        for col in range(0, block.shape[1], _MIRROR_ROWS):
-            tile = block[row : row + _MIRROR_ROWS, col : col + _MIRROR_ROWS]
-            target[col : col + _MIRROR_ROWS, row : row + _MIRROR_ROWS].copy_(tile.T)
+    symmetric(plan, left, right, out, spare)

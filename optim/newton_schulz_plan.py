@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swapio.errors import ConfigError
+from swapio.optim import kernels
 
 Coefficients: TypeAlias = tuple[float, float, float]
 
@@ -60,8 +61,8 @@ def resolve_coefficients(
             )
     if steps is None:
         steps = DEFAULT_STEPS if single else len(triples)
-    if not 0 <= steps < 100:
-        raise ConfigError(f"ns_steps must be at least 0 and below 100, but is {steps}")
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ConfigError(f"ns_steps must be an int of at least 0 and below 100, but is {steps!r}")
     if single:
         triples = triples * steps
     if len(triples) != steps:
@@ -141,6 +142,7 @@ class Plan:
     cols: int
     group: int
     symmetric: bool
+    fused: bool  # symmetric products by swapio's own kernel
     segments: tuple[int, ...]  # steps between restarts of the Gram form; empty: direct form
 
     @property
@@ -168,6 +170,11 @@ class Plan:
         """Matrices of the Gram matrix's size in the workspace, for each matrix of a group."""
         return 0 if not self.triples else 4 if self.segments else 2
 
+    @property
+    def tail_numel(self) -> int:
+        """Elements for the packed rows that do not fill a group, of one operand X or two Grams."""
+        return kernels.PACKED_GROUP * max(self.rows, self.cols) if self.fused else 0
+
     def can_reuse(self, out: Tensor) -> bool:
         """Whether `out` may hold X between steps without changing a bit of the result."""
         group_bytes = self.group * self.rows * self.cols * self.dtype.itemsize
@@ -182,8 +189,9 @@ class Plan:
         """Operations of the matrix products, 2 per multiply-add."""
         order, longer = self.order, max(self.rows, self.cols)
         full = order * order
-        panels = range(0, order, self.block_rows)
-        part = sum(min(self.block_rows, order - s) * (order - s) for s in panels)
+        block_rows = kernels.PACKED_GROUP if self.fused else self.block_rows
+        panels = range(0, order, block_rows)
+        part = sum(min(block_rows, order - s) * (order - s) for s in panels)
         symmetric = part if self.symmetric else full
         if self.segments:
             small = sum(
@@ -205,6 +213,7 @@ class Plan:
         return (
             num_x * aligned(self.rows * self.cols)
             + self.num_grams * aligned(self.order * self.row_stride)
+            + aligned(self.tail_numel)
             + ALIGNMENT  # the given tensor may begin anywhere
         )
 
@@ -224,6 +233,7 @@ def make_plan(
     num_matrices = math.prod(shape[:-2])
     group = 1 if symmetric else max(1, _GROUP_BYTES.get(device_type, 32 << 20) // matrix_bytes)
     ratio_min = _SYMMETRIC_GRAM_RATIO_MIN if symmetric else _GRAM_RATIO_MIN
+    fused = symmetric and dtype == torch.float32 and kernels.symmetric_group_rows() > 0
     use_gram = exact and longer >= ratio_min * order and len(triples) >= _GRAM_STEPS_MIN
     return Plan(
         triples=triples,
@@ -233,6 +243,7 @@ def make_plan(
         cols=cols,
         group=min(group, num_matrices),
         symmetric=symmetric,
+        fused=fused,
         segments=restart_segments(triples, symmetric) if use_gram else (),
     )
 
@@ -281,10 +292,15 @@ class Arena:
         """Begin again; what was handed out is free."""
         self._next = self._first
 
+    def elements(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return [numel]."""
+        nbytes = numel * dtype.itemsize
+        flat = self._bytes[self._next : self._next + nbytes].view(dtype)
+        self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return flat
+
     def matrices(self, plan: Plan, count: int, rows: int, cols: int, row_stride: int) -> Tensor:
         """Return [count, rows, cols], or [rows, cols] where the plan takes one at a time."""
-        nbytes = count * rows * row_stride * plan.dtype.itemsize
-        flat = self._bytes[self._next : self._next + nbytes].view(plan.dtype)
-        self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        flat = self.elements(count * rows * row_stride, plan.dtype)
         batch = flat.view(count, rows, row_stride)[..., :cols]
         return batch[0] if plan.group == 1 else batch

@@ -9,6 +9,7 @@ HYPER_DTYPE: np.dtype[np.void]
 DECOUPLED: int
 BIAS_CORRECTION: int
 MAXIMIZE: int
+PACKED_GROUP: int
 has_xxh3: bool
 
 def adam_step_spans(
@@ -81,6 +82,21 @@ def join_master_spans(
     positions: ArrayLike,
     *,
     ties: NDArray[np.uint32] | None = None,
+    threads: int | None = None,
+) -> None: ...
+def symmetric_group_rows() -> int: ...
+def symmetric_product(
+    left: tuple[int, int, int, int, int],
+    right: tuple[int, int, int, int, int],
+    out: int,
+    out_stride: int,
+    order: int,
+    depth: int,
+    *,
+    add: int = 0,
+    add_stride: int = 0,
+    beta: float = 0.0,
+    alpha: float = 1.0,
     threads: int | None = None,
 ) -> None: ...
 def simd_level() -> str: ...

@@ -11,10 +11,12 @@
 #include <cmath>
 #include <exception>
 #include <optional>
+#include <tuple>
 
 #include "dispatch.h"
 #include "pool.h"
 #include "spans.h"
+#include "symmetric.h"
 
 namespace py = pybind11;
 
@@ -258,6 +260,33 @@ void join_master_spans(const Array<uint64_t>& high, const Array<uint64_t>& low,
   });
 }
 
+SymmetricOperand to_operand(uint64_t data, int64_t row_stride, int64_t depth_stride,
+                            uint64_t packed, uint64_t tail) {
+  return {reinterpret_cast<const float*>(data), row_stride, depth_stride,
+          reinterpret_cast<float*>(packed), reinterpret_cast<float*>(tail)};
+}
+
+using OperandTuple = std::tuple<uint64_t, int64_t, int64_t, uint64_t, uint64_t>;
+
+void symmetric_product_(const OperandTuple& left, const OperandTuple& right, uint64_t out,
+                        int64_t out_stride, int64_t order, int64_t depth, uint64_t add,
+                        int64_t add_stride, double beta, double alpha, const Threads& threads) {
+  if (order < 0 || depth < 1)
+    throw py::value_error("order must be at least 0 and depth at least 1");
+  const SymmetricCall call{std::apply(to_operand, left),
+                           std::apply(to_operand, right),
+                           reinterpret_cast<float*>(out),
+                           out_stride,
+                           reinterpret_cast<const float*>(add),
+                           add_stride,
+                           static_cast<float>(alpha),
+                           static_cast<float>(beta),
+                           order,
+                           depth};
+  const int limit = thread_limit(threads);
+  without_gil([&] { symmetric_product(call, limit); });
+}
+
 void set_threads_(int num_threads_wanted, const std::vector<int>& cores) {
   if (num_threads_wanted < 1) throw py::value_error("num_threads must be at least 1");
   cpu_set_t allowed;
@@ -313,8 +342,21 @@ void define_data(py::module_& m) {
         py::arg("threads") = py::none(), "Put fp32 masters together again.");
 }
 
+void define_products(py::module_& m) {
+  m.attr("PACKED_GROUP") = kPackedGroup;
+  m.def("symmetric_group_rows", &symmetric_group_rows,
+        "Rows that symmetric_product packs together; 0 if the level in use has no such kernel.");
+  m.def("symmetric_product", &symmetric_product_, py::arg("left"), py::arg("right"), py::arg("out"),
+        py::arg("out_stride"), py::arg("order"), py::arg("depth"), py::kw_only(),
+        py::arg("add") = 0, py::arg("add_stride") = 0, py::arg("beta") = 0.0,
+        py::arg("alpha") = 1.0, py::arg("threads") = py::none(),
+        "out = alpha left right^T + beta add, known to be symmetric, in fp32; operands are "
+        "(address, row stride, depth stride, packed address, tail address).");
+}
+
 void define_settings(py::module_& m) {
-  m.def("simd_level", [] { return std::string(current_level().name); }, "The level in use.");
+  m.def(
+      "simd_level", [] { return std::string(current_level().name); }, "The level in use.");
   m.def("simd_levels", &supported_levels, "The levels that run here, slowest first.");
   m.def("set_simd_level", &select_level, py::arg("name"), "Choose a level, or 'auto'.");
   m.def("set_threads", &set_threads_, py::arg("num_threads"), py::arg("cores") = std::vector<int>{},
@@ -340,6 +382,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.attr("MAXIMIZE") = static_cast<int>(kMaximize);
   define_adam(m);
   define_data(m);
+  define_products(m);
   define_settings(m);
   // Threads end before the interpreter does, so that no tool sees them die.
   py::module_::import("atexit").attr("register")(m.attr("stop_threads"));

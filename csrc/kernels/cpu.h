@@ -16,6 +16,7 @@ namespace swapio {
 struct X86Features {
   bool avx2 = false;    // with F16C
   bool avx512 = false;  // F, BW, DQ, VL
+  bool fma = false;
 };
 
 inline X86Features detect_x86() {
@@ -24,6 +25,7 @@ inline X86Features detect_x86() {
   if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
   const bool os_saves_ymm_known = (c >> 27) & 1u;  // OSXSAVE: XGETBV may be executed
   const bool avx = (c >> 28) & 1u, f16c = (c >> 29) & 1u;
+  found.fma = (c >> 12) & 1u;
   if (!os_saves_ymm_known || !avx) return found;
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

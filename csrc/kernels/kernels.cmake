@@ -6,7 +6,7 @@ set(SWAPIO_KERNELS_DIR ${CMAKE_CURRENT_LIST_DIR})
 set(kernels ${CMAKE_CURRENT_LIST_DIR})
 add_library(swapio_kernels OBJECT
   ${kernels}/adam_spans.cpp ${kernels}/data_spans.cpp ${kernels}/dispatch.cpp ${kernels}/pool.cpp
-  ${kernels}/isa_scalar.cpp)
+  ${kernels}/symmetric.cpp ${kernels}/isa_scalar.cpp)
 set_target_properties(swapio_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_include_directories(swapio_kernels PRIVATE ${kernels})
 target_link_libraries(swapio_kernels PRIVATE Threads::Threads swapio_warnings)
@@ -37,6 +37,13 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     PROPERTIES COMPILE_OPTIONS "${avx2_flags}")
   set_source_files_properties(${kernels}/isa_avx512.cpp ${kernels}/hash_avx512.c
     PROPERTIES COMPILE_OPTIONS "${avx512_flags}")
+  # Matrix products use fused multiply-adds, and say so with intrinsics: no contraction elsewhere.
+  target_sources(swapio_kernels PRIVATE
+    ${kernels}/symmetric_avx2.cpp ${kernels}/symmetric_avx512.cpp)
+  set_source_files_properties(${kernels}/symmetric_avx2.cpp
+    PROPERTIES COMPILE_OPTIONS "${avx2_flags};-mfma")
+  set_source_files_properties(${kernels}/symmetric_avx512.cpp
+    PROPERTIES COMPILE_OPTIONS "${avx512_flags};-mfma")
   target_compile_definitions(swapio_kernels PRIVATE SWAPIO_HAVE_X86=1)
   list(APPEND hash_sources ${kernels}/hash_avx2.c ${kernels}/hash_avx512.c)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")

@@ -66,7 +66,9 @@ def test_nothing_is_fused_or_approximated(name: str) -> None:
     assert FUSED.search(disassembly(name)) is None
 
 
-@pytest.mark.parametrize("name", ["adam_spans", "data_spans", "dispatch", "pool", "isa_scalar"])
+@pytest.mark.parametrize(
+    "name", ["adam_spans", "data_spans", "dispatch", "pool", "symmetric", "isa_scalar"]
+)
 def test_generic_objects_are_not_wide(name: str) -> None:
     text = disassembly(f"{name}.cpp")
     assert re.search(r"%[yz]mm|%xmm(?:1[6-9]|2\d|3[01])\b|\sv[a-z]+\s.*%xmm", text) is None
@@ -85,6 +87,22 @@ def test_isa_objects_export_one_function_each() -> None:
         assert [name for kind, name in rows if kind == "T"] == [
             f"swapio::{level}::fill_table(swapio::KernelTable&)"
         ]
+
+
+@pytest.mark.parametrize(("level", "register"), [("avx2", "ymm"), ("avx512", "zmm")])
+def test_products_are_fused_wide_and_kept_in_registers(level: str, register: str) -> None:
+    text = disassembly(f"symmetric_{level}.cpp")
+    fused = re.findall(rf"\svfmadd\w+ps\s.*%{register}", text)
+    assert len(fused) >= 24 if level == "avx512" else len(fused) >= 12
+    spilled = re.findall(rf"\svfmadd\w+ps\s.*\(%rsp.*%{register}", text)
+    assert not spilled, "a sum lives in memory"
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm (binutils)")
+    path = object_folder() / f"symmetric_{level}.cpp.o"
+    listing = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True)
+    rows = [line.split(maxsplit=2)[-2:] for line in listing.stdout.splitlines()]
+    assert [name for kind, name in rows if kind in "WVuT"] == []
+    assert [name for kind, name in rows if kind in "DR"] == [f"swapio::{level}::symmetric_ops"]
 
 
 def test_the_module_says_what_it_runs() -> None:

@@ -233,6 +233,8 @@ def test_coefficient_lists() -> None:
         ([COEFFICIENTS] * 8, 5, "8 triples"),
         (COEFFICIENTS, 100, "below 100"),
         (COEFFICIENTS, -1, "at least 0"),
+        (COEFFICIENTS, 5.0, "an int"),
+        ([COEFFICIENTS, 3.0], None, "three numbers"),
     ],
 )
 def test_wrong_coefficients_are_named(coefficients: Schedule, steps: int, message: str) -> None:
