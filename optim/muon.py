@@ -13,17 +13,19 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from swapio.errors import ConfigError
 from swapio.optim.adamw import AdamRuleMixin, check_adam_group, fill_adam_hyper
 from swapio.optim.base import SwapSetting
 from swapio.optim.context import StepContext
-from swapio.optim.layout import MUON_RULE, Bucket, MasterForm, PackedGroup, ParameterInfo, flat
+from swapio.optim.layout import MUON_RULE, Bucket, MasterForm, PackedGroup, ParameterInfo
+from swapio.optim.muon_device import DeviceMatrices
 from swapio.optim.muon_groups import Route, format_routes
 from swapio.optim.muon_math import AdjustLr, MatrixLayout
 from swapio.optim.muon_settings import (
@@ -38,6 +40,7 @@ from swapio.optim.muon_settings import (
 )
 from swapio.optim.muon_update import (
     MASTER_RECORDS,
+    MatrixStep,
     Scratch,
     ScratchNeed,
     Weights,
@@ -55,6 +58,7 @@ from swapio.optim.newton_schulz import (
     newton_schulz_flops,
 )
 from swapio.optim.registration import Listed, text
+from swapio.optim.stream_open import device_of, is_on_device
 from swapio.runtime import GroupRequest
 from swapio.views import Chunk
 
@@ -83,7 +87,7 @@ class Muon(AdamRuleMixin):
         adjust_lr_fn: None and "original" multiply lr by sqrt(max(1, rows / cols));
             "match_rms_adamw" by 0.2 sqrt(max(rows, cols)), so that AdamW's lr can be used.
         swap: Where state lives: a folder, a dict or SwapConfig of settings, or None for RAM.
-        ns_dtype: Dtype of the matrix products; None is fp32 on the CPU.
+        ns_dtype: Dtype of the matrix products; None is fp32 on the CPU, bf16 on CUDA.
         max_grad_norm: Clip the global norm of all groups' gradients, by one factor for all, before
             the momentum. What Muon does hardly depends on it; the AdamW groups are clipped.
         gradients: "keep" or "stream"; see SwapOptimizer.
@@ -134,6 +138,7 @@ class Muon(AdamRuleMixin):
         self._need = ScratchNeed()
         self._verified: dict[int, Any] = {}
         self._scratch = Scratch(self._need, "auto")
+        self._on_device: DeviceMatrices | None = None
         self._num_newton_schulz = 0
         defaults = {
             "lr": lr,
@@ -259,6 +264,16 @@ class Muon(AdamRuleMixin):
                     "at construction; make the optimizer with the larger setting"
                 )
 
+    def _register_all(self) -> list[PackedGroup]:
+        packed = super()._register_all()
+        rules = {info.bucket.rule for info in self._layout.infos}
+        if self.config.state_dtype != "float32" and rules == {MUON_RULE}:
+            raise ConfigError(
+                f"state_dtype={self.config.state_dtype!r} is about moments of AdamW groups, but "
+                "every group here is Muon's, whose momentum is always fp32; leave it out"
+            )
+        return packed
+
     def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
         """What all sub-groups requested so far need, the largest matrix decides."""
         return self._need.nbytes
@@ -298,6 +313,7 @@ class Muon(AdamRuleMixin):
             is_contiguous=info.param.is_contiguous(),
             joins=joins_master(info),
             ns_dtype=self._ns_dtype,
+            on_device=info.bucket.device != "cpu",
         )
 
     def _enlarge(self, infos: Sequence[ParameterInfo]) -> None:
@@ -314,8 +330,15 @@ class Muon(AdamRuleMixin):
         """Have the scratch memory that is needed by now."""
         if self._scratch.need == self._need:
             return
+        self._close_scratch()
+        pin = bool(self.config.pin_memory) if self._need.staged_bytes else None
+        self._scratch = Scratch(self._need, self.config.huge_pages, pin=pin)
+
+    def _close_scratch(self) -> None:
+        if self._on_device is not None:
+            self._on_device.close()
+            self._on_device = None
         self._scratch.close()
-        self._scratch = Scratch(self._need, self.config.huge_pages)
 
     def _group_of(self, index: int) -> dict[str, Any]:
         group: dict[str, Any] = self.param_groups[self._group_index()[index]]
@@ -332,39 +355,59 @@ class Muon(AdamRuleMixin):
         if not len(rows):
             return False
         self._masters.check(packed, chunk, rows, step)
-        for index in dict.fromkeys(units.param[rows].tolist()):
-            self._step_parameter(packed, chunk, step, index)
-            self._runtime.swapper.poll()
+        indices = list(dict.fromkeys(units.param[rows].tolist()))
+        steps = (self._step_of(packed, chunk, step, index) for index in indices)
+        if is_on_device(packed):
+            self._device_matrices().step(self._polled(steps))
+        else:
+            for index, one in zip(indices, self._polled(steps), strict=True):
+                ties = step_matrices(one, self._scratch, self._ns_dtype)
+                if packed.bucket.form is MasterForm.SPLIT:
+                    self._masters.replace_ties(packed, self._rows_of(packed, index), ties, chunk)
         self._masters.publish(packed, rows, step)
         return True
 
-    def _step_parameter(
+    def _step_of(
         self, packed: PackedGroup, chunk: Chunk, step: StepContext, index: int
-    ) -> None:
+    ) -> MatrixStep:
         units, info, layout = packed.units, self._layout.infos[index], self._matrices[index]
-        rows = np.arange(*np.searchsorted(units.param, (index, index + 1)))
-        start = int(units.position[rows[0]])
+        start = int(units.position[self._rows_of(packed, index)[0]])
         run = slice(start, start + layout.numel)
         dtype = step.gradients.dtypes.get(index, step.gradients.dtype or info.param.dtype)
         gradient = tensor_at(int(step.gradients.address[index]), layout.numel, dtype)
+        # Of a parameter on a device this is where its weights are staged.
+        model = tensor_at(int(step.param_address[index]), layout.numel, info.param.dtype)
         record = MASTER_RECORDS.get(info.form)
         master = chunk[record][run] if record else None
-        weights = Weights(info.form, flat(info.param), master, start)
-        ties = step_matrices(
-            weights,
-            gradient,
-            chunk["momentum_buffer"][run],
-            self._group_of(index),
+        return MatrixStep(
+            weights=Weights(info.form, model, master, start),
+            gradient=gradient,
+            momentum=chunk["momentum_buffer"][run],
+            group=self._group_of(index),
             scale=step.scale,
             layout=layout,
             shaped_as=None if info.param.is_contiguous() else info.param,
             ties=lambda first, last: self._masters.ties_of(packed, first, last),
-            scratch=self._scratch,
-            ns_dtype=self._ns_dtype,
         )
-        if info.form is MasterForm.SPLIT:
-            self._masters.replace_ties(packed, rows, ties, chunk)
-        self._num_newton_schulz += layout.num_matrices
+
+    @staticmethod
+    def _rows_of(packed: PackedGroup, index: int) -> npt.NDArray[np.int64]:
+        return np.arange(*np.searchsorted(packed.units.param, (index, index + 1)))
+
+    def _polled(self, steps: Iterable[MatrixStep]) -> Iterator[MatrixStep]:
+        """Count the matrices, and let the swapper go on between them."""
+        for one in steps:
+            yield one
+            self._num_newton_schulz += one.layout.num_matrices
+            self._runtime.swapper.poll()
+
+    def _device_matrices(self) -> DeviceMatrices:
+        if self._on_device is None:
+            device = device_of(self._layout.infos)
+            if device is None:
+                raise ConfigError("no parameter of this optimizer is on a device")
+            self._on_device = DeviceMatrices(device, self._scratch, self._ns_dtype)
+        return self._on_device
 
     # -- reports and end ---------------------------------------------------------------------
 
@@ -393,4 +436,4 @@ class Muon(AdamRuleMixin):
         """Wait for transfers, give up memory and files. Idempotent."""
         super().close()
         if self._closed:
-            self._scratch.close()
+            self._close_scratch()

@@ -92,7 +92,7 @@ def matrix_layout(
         num_matrices, rows, cols = math.prod(shape[:-2]), shape[-2], shape[-1]
     else:
         num_matrices, rows, cols = 1, shape[0], math.prod(shape[1:])
-    if num_heads < 1 or rows % num_heads:
+    if not isinstance(num_heads, int) or num_heads < 1 or rows % num_heads:
         raise ConfigError(
             f"{name}: num_heads={num_heads} must divide its {rows} rows (logical shape {shape})"
         )

@@ -7,13 +7,14 @@ Invariants:
 - momentum and weights are touched as runs of elements in memory order, so a run may be a shard;
 - matrices are worked on in blocks of `block_matrices`, which depends on shapes only: the bits of a
   result do not depend on where the state lives;
+- elementwise passes give an element the same bits wherever it is cut;
 - all memory of a step is the `Scratch` that was reserved beforehand.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,9 @@ from swapio.optim.newton_schulz_plan import make_plan
 Ties = npt.NDArray[np.uint32]
 
 NO_TIES: Ties = np.zeros(0, np.uint32)
+# Elementwise passes follow each other on so many elements: a dozen cores hold them in their caches.
+PIECE_NUMEL = 1 << 21
+NUM_STAGED = 2  # blocks that are with the device at a time
 MASTER_RECORDS = {MasterForm.SEPARATE: "master", MasterForm.SPLIT: "master_low"}
 
 
@@ -43,6 +47,11 @@ def joins_master(info: ParameterInfo) -> bool:
     """Whether the fp32 weights must be put together in a buffer."""
     low = info.form is MasterForm.NONE and info.param.dtype is not torch.float32
     return low or info.form is MasterForm.SPLIT
+
+
+def staged_dtype(ns_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which updates travel to a device and back: that of its products."""
+    return ns_dtype or compute_dtype(torch.float32, "cuda")
 
 
 def block_matrices(layout: MatrixLayout, ns_dtype: torch.dtype | None) -> int:
@@ -57,6 +66,7 @@ class ScratchNeed(NamedTuple):
     update_bytes: int = 0
     master_bytes: int = 0
     workspace_bytes: int = 0
+    staged_bytes: int = 0  # page-locked, for a device
 
     def __or__(self, other: ScratchNeed) -> ScratchNeed:
         """Return what does for both."""
@@ -75,6 +85,7 @@ def scratch_need(
     is_contiguous: bool,
     joins: bool,
     ns_dtype: torch.dtype | None,
+    on_device: bool = False,
 ) -> ScratchNeed:
     """Return what the step of one parameter needs.
 
@@ -84,10 +95,15 @@ def scratch_need(
         is_contiguous: Whether memory order is logical order; otherwise it is worked on whole.
         joins: Whether its master must be put together in a buffer.
         ns_dtype: Dtype of the products, or None.
+        on_device: Whether they are the device's part; its workspace is its own.
     """
     matrices = block_matrices(layout, ns_dtype)
     block = (min(matrices, layout.num_matrices), layout.rows, layout.cols)
     numel = block[0] * block[1] * block[2] if is_contiguous else layout.numel
+    piece = min(numel, PIECE_NUMEL) if is_contiguous else numel
+    if on_device:
+        staged = numel * staged_dtype(ns_dtype).itemsize
+        return ScratchNeed(0, 4 * piece, 0, NUM_STAGED * staged)
     workspace = newton_schulz_workspace_bytes(
         block,
         group["ns_coefficients"],
@@ -95,15 +111,18 @@ def scratch_need(
         dtype=ns_dtype,
         reuses_out=ns_dtype in (None, torch.float32) and is_contiguous,
     )
-    return ScratchNeed(4 * numel, 4 * numel if joins else 0, workspace)
+    return ScratchNeed(4 * numel, 4 * piece if joins else 0, workspace)
 
 
 class Scratch:
     """Memory of the steps: u, the joined master, and the Newton-Schulz workspace."""
 
-    def __init__(self, need: ScratchNeed, huge_pages: Literal["auto", "off"]) -> None:
+    def __init__(
+        self, need: ScratchNeed, huge_pages: Literal["auto", "off"], *, pin: bool | None = None
+    ) -> None:
         self.need = need
-        self._pool = BufferPool(max(PAGE_BYTES, need.nbytes), huge_pages=huge_pages, name="muon")
+        nbytes = max(PAGE_BYTES, need.nbytes)
+        self._pool = BufferPool(nbytes, huge_pages=huge_pages, pin=pin, name="muon")
         self._leases = [self._pool.lease(max(1, nbytes)) for nbytes in need if nbytes]
         parts = iter(self._leases)
 
@@ -115,6 +134,7 @@ class Scratch:
         self.update = part(need.update_bytes, torch.float32)
         self.master = part(need.master_bytes, torch.float32)
         self.workspace = part(need.workspace_bytes, torch.uint8)
+        self.staged = part(need.staged_bytes, torch.uint8)
 
     def close(self) -> None:
         """Give the memory up."""
@@ -184,22 +204,11 @@ class Weights:
         return NO_TIES
 
 
-def step_matrices(
-    weights: Weights,
-    gradient: torch.Tensor,
-    momentum: torch.Tensor,
-    group: dict[str, Any],
-    *,
-    scale: float,
-    layout: MatrixLayout,
-    shaped_as: torch.Tensor | None,
-    ties: Callable[[int, int], Ties],
-    scratch: Scratch,
-    ns_dtype: torch.dtype | None,
-) -> Ties:
-    """Take one step of a whole parameter, block by block.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixStep:
+    """One step of a whole parameter, before it is taken.
 
-    Args:
+    Attributes:
         weights: All its elements; like `gradient` and `momentum` in memory order.
         gradient: Of any floating dtype.
         momentum: fp32, advanced in place.
@@ -208,32 +217,43 @@ def step_matrices(
         layout: Its matrices.
         shaped_as: The parameter, where memory order is not logical order; else None.
         ties: Gives the ties between two positions of the sub-group.
-        scratch: Reserved memory.
-        ns_dtype: Dtype of the products, or None.
-
-    Returns:
-        The new ties of a split master.
     """
-    block = layout.numel
-    if shaped_as is None:
-        block = block_matrices(layout, ns_dtype) * layout.rows * layout.cols
-    lr = float(group["lr"])
-    update_lr = adjusted_lr(lr, layout.rows, layout.cols, group["adjust_lr_fn"])
-    found = [NO_TIES]
-    for first in range(0, layout.numel, block):
-        part = weights.part(first, min(layout.numel, first + block))
-        run = slice(first, first + part.numel)
-        update = scratch.update[: part.numel]
-        logical = update if shaped_as is None else update.view(shaped_as.shape)
-        momentum_step(
-            _shaped(momentum[run], shaped_as),
-            _shaped(gradient[run], shaped_as),
-            logical,
-            beta=group["momentum"],
-            nesterov=group["nesterov"],
-            grad_scale=scale,
-        )
-        matrices = update.view(-1, layout.rows, layout.cols)
+
+    weights: Weights
+    gradient: torch.Tensor
+    momentum: torch.Tensor
+    group: dict[str, Any]
+    scale: float
+    layout: MatrixLayout
+    shaped_as: torch.Tensor | None
+    ties: Callable[[int, int], Ties]
+
+    def blocks(self, ns_dtype: torch.dtype | None) -> Iterator[MatrixBlock]:
+        """Cut it into the matrices that are worked on at a time, in order."""
+        size = self.layout.numel
+        if self.shaped_as is None:
+            size = block_matrices(self.layout, ns_dtype) * self.layout.rows * self.layout.cols
+        for first in range(0, self.layout.numel, size):
+            yield MatrixBlock(self, first, min(self.layout.numel, first + size))
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixBlock:
+    """Elements `[first, last)` of a parameter: whole matrices. `advance`, then `apply`."""
+
+    step: MatrixStep
+    first: int
+    last: int
+
+    def matrices(self, update: torch.Tensor) -> torch.Tensor:
+        """The elements of the block's update, 1-D and in logical order, as matrices."""
+        return update.view(-1, self.step.layout.rows, self.step.layout.cols)
+
+    def orthogonalise(
+        self, update: torch.Tensor, workspace: torch.Tensor, ns_dtype: torch.dtype | None
+    ) -> None:
+        """Newton-Schulz in place; on CUDA it only queues work."""
+        matrices, group = self.matrices(update), self.step.group
         newton_schulz(
             matrices,
             group["ns_coefficients"],
@@ -241,17 +261,73 @@ def step_matrices(
             group["eps"],
             dtype=ns_dtype,
             out=matrices,
-            workspace=scratch.workspace,
+            workspace=workspace,
         )
-        loaded = part.load(scratch.master, ties(part.position, part.position + part.numel))
-        apply_update(
-            _shaped(loaded, shaped_as),
-            logical,
-            lr=lr,
-            update_lr=update_lr,
-            weight_decay=group["weight_decay"],
-        )
-        found.append(part.store(loaded))
+
+    def advance(self, out: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Advance the momentum, and write u.
+
+        Args:
+            out: Receives u, 1-D and in logical order, in any floating dtype.
+            buffer: fp32 memory for what `out` cannot hold; unused where `out` is fp32.
+        """
+        step = self.step
+        for piece in self._pieces():
+            update = out[piece]
+            run = slice(self.first + piece.start, self.first + piece.stop)
+            exact = update if update.dtype is torch.float32 else buffer[: update.numel()]
+            momentum_step(
+                _shaped(step.momentum[run], step.shaped_as),
+                _shaped(step.gradient[run], step.shaped_as),
+                self._logical(exact),
+                beta=step.group["momentum"],
+                nesterov=step.group["nesterov"],
+                grad_scale=step.scale,
+            )
+            if exact is not update:
+                update.copy_(exact)
+
+    def apply(self, update: torch.Tensor, buffer: torch.Tensor) -> list[Ties]:
+        """Step the weights by an orthogonalised update; the new ties of a split master.
+
+        Args:
+            update: 1-D, in logical order, of any floating dtype.
+            buffer: fp32 memory in which a master is put together.
+        """
+        step, layout, found = self.step, self.step.layout, []
+        lr = float(step.group["lr"])
+        update_lr = adjusted_lr(lr, layout.rows, layout.cols, step.group["adjust_lr_fn"])
+        for piece in self._pieces():
+            part = step.weights.part(self.first + piece.start, self.first + piece.stop)
+            loaded = part.load(buffer, step.ties(part.position, part.position + part.numel))
+            apply_update(
+                _shaped(loaded, step.shaped_as),
+                self._logical(update[piece]),
+                lr=lr,
+                update_lr=update_lr,
+                weight_decay=step.group["weight_decay"],
+            )
+            found.append(part.store(loaded))
+        return found
+
+    def _pieces(self) -> Iterator[slice]:
+        numel = self.last - self.first
+        size = PIECE_NUMEL if self.step.shaped_as is None else numel
+        for start in range(0, numel, size):
+            yield slice(start, min(numel, start + size))
+
+    def _logical(self, update: torch.Tensor) -> torch.Tensor:
+        return update if self.step.shaped_as is None else update.view(self.step.shaped_as.shape)
+
+
+def step_matrices(step: MatrixStep, scratch: Scratch, ns_dtype: torch.dtype | None) -> Ties:
+    """Take one step of a whole parameter, block by block; the new ties of a split master."""
+    found = [NO_TIES]
+    for block in step.blocks(ns_dtype):
+        update = scratch.update[: block.last - block.first]
+        block.advance(update, scratch.master)
+        block.orthogonalise(update, scratch.workspace, ns_dtype)
+        found += block.apply(update, scratch.master)
     return np.concatenate(found)
 
 

@@ -238,11 +238,6 @@ class Registration(torch.optim.Optimizer):
         resident = self._rules.select(name, param, states)
         bucket = Bucket(rule, form, param.dtype, str(param.device), resident)
         if bucket not in self._buckets:
-            if bucket.is_whole and bucket.device != "cpu":
-                raise ConfigError(
-                    f"parameter {name} is on {bucket.device}: Muon steps matrices on the CPU. "
-                    "Keep it there, or give its group to AdamW with use_muon=False"
-                )
             self.check_bucket(bucket, name)
         # One object for all parameters of a bucket: there may be a hundred thousand.
         return self._buckets.setdefault(bucket, bucket)

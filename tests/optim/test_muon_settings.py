@@ -243,6 +243,8 @@ def test_momentum_is_fp32_whatever_the_moments_are():
     with Muon(groups, swap={"state_dtype": "bfloat16"}) as opt:
         assert opt.state[params[0]]["momentum_buffer"].dtype is torch.float32
         assert opt.state[params[1]]["exp_avg"].dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="momentum is always fp32"):
+        Muon(params[:1], swap={"state_dtype": "bfloat16"})
 
 
 def test_a_parameter_moved_to_another_group_by_hand_is_not_stepped():

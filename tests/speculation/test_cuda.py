@@ -8,8 +8,7 @@ import warnings
 import pytest
 import torch
 
-from swapio.errors import ConfigError
-from swapio.optim import AdamW, GradScaler, Muon
+from swapio.optim import AdamW, GradScaler
 
 pytestmark = [
     pytest.mark.cuda,
@@ -159,9 +158,3 @@ def test_an_item_slips_in_between_the_pieces():
         assert opt._source.stream._copier.num_pieces == 25
         opt.step()
         assert torch.equal(big[:4].cpu(), torch.full((4,), -1e-3, dtype=torch.bfloat16))
-
-
-def test_muon_on_a_device_is_refused():
-    matrix = torch.nn.Parameter(torch.zeros(8, 8, device="cuda"))
-    with pytest.raises(ConfigError, match="use_muon=False"):
-        Muon([matrix])
