@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles.muon import MuonReference, relative_error
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: TID251
 
 from support.muon_training import (  # noqa: F401
     MODES,
@@ -200,3 +201,59 @@ def test_the_step_moves_what_was_planned(tmp_path):
     numel = 8 * 512 * 512
     kept = plan.kept_bytes
     assert moved[0] + kept == moved[1] + kept == 2 * numel
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_asking_for_state_takes_no_step(with_gradients):
+    """pytorch#164929, #125708: the helper stepped with zero gradients, which decayed weights."""
+    net = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.Linear(16, 8))
+    net[1].bias.requires_grad_(False)
+    start = [param.detach().clone() for param in net.parameters()]
+    with Muon(muon_param_groups(net, show=False), lr=0.02) as opt:
+        if with_gradients:
+            net(torch.randn(4, 24)).sum().backward()
+        found = get_optimizer_state_dict(net, opt)
+        assert all(map(torch.equal, net.parameters(), start))
+        assert not found["state"]["0.weight"]["momentum_buffer"].any()
+        assert "1.bias" not in found["state"]
+        assert opt.stats()["num_newton_schulz"] == 0
+
+
+def test_group_settings_are_restored_with_the_state(tmp_path):
+    """prime-rl#3561: tensors came back, the groups stayed as the constructor made them."""
+    rows = gradients([(24, 16), (16,)], 3)
+
+    def make(**settings):
+        params = parameters([(24, 16), (16,)])
+        groups = [
+            {"params": params[:1], **settings},
+            {"params": params[1:], "use_muon": False, "tag": "none"},
+        ]
+        return params, Muon(groups)
+
+    def step(params, opt, row):
+        for param, grad in zip(params, row, strict=True):
+            param.grad = grad
+        opt.step()
+
+    settings = {"lr": 0.125, "momentum": 0.9, "tag": {"tag": "x"}, "ns_steps": 4}
+    for how in ("load", "load_state_dict"):
+        params, opt = make(**settings)
+        others, other = make(lr=0.75, momentum=0.1, tag=None, ns_steps=5)
+        with opt, other:
+            for row in rows[:2]:
+                step(params, opt, row)
+            if how == "load":
+                opt.save(tmp_path, "two").result()
+                other.load(tmp_path)
+            else:
+                with torch.no_grad():
+                    for mine, theirs in zip(others, params, strict=True):
+                        mine.copy_(theirs)
+                other.load_state_dict(opt.state_dict())
+            group = other.param_groups[0]
+            assert {name: group[name] for name in settings} == settings
+            assert int(other.state[others[0]]["step"]) == 2
+            step(params, opt, rows[2])
+            step(others, other, rows[2])
+            assert all(map(torch.equal, params, others))
