@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from swapio.optim.kernels import simd_level
 from swapio.optim.newton_schulz import (
     DEFAULT_COEFFICIENTS,
     newton_schulz,
@@ -96,7 +97,6 @@ def measure(shape: tuple[int, int], args: argparse.Namespace) -> dict[str, objec
     plain_flops = STEPS * (4 * order**2 * longer + 2 * order**3)
     shares = [flops / mine / rate for (_, mine), rate in zip(pairs, rates, strict=True)]
     return {
-        "shape": f"{rows}x{cols}",
         "ratio": round(statistics.median(ratios), 3),
         "spread": [round(ratios[0], 3), round(ratios[-1], 3)],
         "bound": round(flops / plain_flops, 3),
@@ -104,7 +104,7 @@ def measure(shape: tuple[int, int], args: argparse.Namespace) -> dict[str, objec
         "plain_seconds": round(statistics.median(plain for plain, _ in pairs), 4),
         "seconds": round(statistics.median(mine for _, mine in pairs), 4),
         "product_gflops": round(statistics.median(rates) / 1e9),
-        "workspace_bytes": nbytes,
+        "workspace_mb": round(nbytes / 1e6, 1),
     }
 
 
@@ -119,13 +119,21 @@ def main() -> None:
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     torch.set_num_threads(args.threads)
-    results = []
+    found = {}
     for text in args.shapes:
         rows, cols = map(int, text.split("x"))
-        results.append(measure((rows, cols), args))
-        print(", ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
-    settings = {"device": args.device, "dtype": args.dtype, "threads": args.threads}
-    print(json.dumps({"bench": "newton_schulz", **settings, "results": results}))
+        found[text] = measure((rows, cols), args)
+        line = ", ".join(f"{key} {value}" for key, value in found[text].items())
+        print(f"{text}: {line}", flush=True)
+    settings = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "pairs": args.pairs,
+        "simd": simd_level(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps({"bench": "newton_schulz", **settings, "matrices": found}))
 
 
 if __name__ == "__main__":
