@@ -27,6 +27,7 @@ DEFAULT_STEPS = 5
 ALIGNMENT = 64
 _ROW_PADDING_BYTES = 64
 _SYMMETRIC_ROWS_MIN = 512  # below, blocks of _BLOCK_ROWS save less than the smaller products cost
+_FUSED_ROWS_MIN = 384  # below, a batch of whole products shares the cores better
 _LARGE_ORDER = 2048  # from here panels of 256 rows run at full speed and waste little
 _BLOCK_ROWS = 192
 _LARGE_BLOCK_ROWS = 256
@@ -228,12 +229,13 @@ def make_plan(
     rows, cols = shape[-2:]
     order, longer = min(rows, cols), max(rows, cols)
     exact = dtype in (torch.float32, torch.float64)
-    symmetric = device_type == "cpu" and exact and order >= _SYMMETRIC_ROWS_MIN
+    fused = dtype == torch.float32 and kernels.symmetric_group_rows() > 0
+    order_min = _FUSED_ROWS_MIN if fused else _SYMMETRIC_ROWS_MIN
+    symmetric = device_type == "cpu" and exact and order >= order_min
     matrix_bytes = (2 * rows * cols + 2 * order * order) * dtype.itemsize
     num_matrices = math.prod(shape[:-2])
     group = 1 if symmetric else max(1, _GROUP_BYTES.get(device_type, 32 << 20) // matrix_bytes)
     ratio_min = _SYMMETRIC_GRAM_RATIO_MIN if symmetric else _GRAM_RATIO_MIN
-    fused = symmetric and dtype == torch.float32 and kernels.symmetric_group_rows() > 0
     use_gram = exact and longer >= ratio_min * order and len(triples) >= _GRAM_STEPS_MIN
     return Plan(
         triples=triples,
@@ -243,7 +245,7 @@ def make_plan(
         cols=cols,
         group=min(group, num_matrices),
         symmetric=symmetric,
-        fused=fused,
+        fused=symmetric and fused,
         segments=restart_segments(triples, symmetric) if use_gram else (),
     )
 
