@@ -358,12 +358,14 @@ class Muon(AdamRuleMixin):
         indices = list(dict.fromkeys(units.param[rows].tolist()))
         steps = (self._step_of(packed, chunk, step, index) for index in indices)
         if is_on_device(packed):
-            self._device_matrices().step(self._polled(steps))
+            ties = self._device_matrices().step(self._polled(steps))
         else:
-            for index, one in zip(indices, self._polled(steps), strict=True):
-                ties = step_matrices(one, self._scratch, self._ns_dtype)
-                if packed.bucket.form is MasterForm.SPLIT:
-                    self._masters.replace_ties(packed, self._rows_of(packed, index), ties, chunk)
+            ties = [
+                step_matrices(one, self._scratch, self._ns_dtype) for one in self._polled(steps)
+            ]
+        if packed.bucket.form is MasterForm.SPLIT:
+            for index, new in zip(indices, ties, strict=True):
+                self._masters.replace_ties(packed, self._rows_of(packed, index), new, chunk)
         self._masters.publish(packed, rows, step)
         return True
 

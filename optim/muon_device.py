@@ -5,10 +5,11 @@
     device             | u -> X                                    whole matrices
 
 Per parameter two bytes of u go up and two bytes of X come down, in the dtype of the products; with
-the gradient going down and the weights going up that makes eight over the bus, and momentum and
-master never cross it. While the device works on one block, the host advances the momentum of the
-next and applies the update of the one before: each of the two blocks under way has its own stream,
-page-locked memory and buffers on the device.
+the gradient going down and the weights going up that makes eight over the bus (ten with a split
+master, whose upper half is read back), and momentum and master never cross it. While the device
+works on one block, the host advances the momentum of the next and applies the update of the one
+before: each of the two blocks under way has its own stream, page-locked memory and buffers on the
+device.
 
 Invariants:
 - nothing waits for the device but `finish`, which waits for its own block;
@@ -17,13 +18,30 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from swapio.optim.muon_update import NUM_STAGED, MatrixBlock, MatrixStep, Scratch, staged_dtype
+from swapio.optim.muon_update import (
+    NO_TIES,
+    NUM_STAGED,
+    MatrixBlock,
+    MatrixStep,
+    Scratch,
+    Ties,
+    staged_dtype,
+)
 from swapio.optim.newton_schulz import newton_schulz_workspace_bytes
+
+
+class _UnderWay(NamedTuple):
+    """A block that is with the device, and where its new ties go."""
+
+    block: MatrixBlock
+    ties: list[Ties]
 
 
 class _Place:
@@ -37,9 +55,14 @@ class _Place:
         self._device = device
         self._update = torch.empty(0, dtype=staged.dtype, device=device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
-        self.block: MatrixBlock | None = None
+        self._under_way: _UnderWay | None = None
 
-    def start(self, block: MatrixBlock, buffer: torch.Tensor) -> None:
+    @property
+    def is_free(self) -> bool:
+        """Whether no block is under way."""
+        return self._under_way is None
+
+    def start(self, block: MatrixBlock, buffer: torch.Tensor, ties: list[Ties]) -> None:
         """Advance the momentum; queue the way up, Newton-Schulz and the way back."""
         numel = block.last - block.first
         staged = self._staged[:numel]
@@ -63,20 +86,21 @@ class _Place:
             block.orthogonalise(there, self._workspace, staged.dtype)
             staged.copy_(there, non_blocking=True)
         self._done.record(self._stream)
-        self.block = block
+        self._under_way = _UnderWay(block, ties)
 
-    def finish(self) -> tuple[MatrixBlock, torch.Tensor] | None:
-        """Wait for the block, if there is one; the block and its orthogonalised update."""
-        block, self.block = self.block, None
-        if block is None:
-            return None
+    def finish(self, buffer: torch.Tensor) -> None:
+        """Wait for the block, if there is one, and apply its update."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
         self._done.synchronize()
-        return block, self._staged[: block.last - block.first]
+        block, ties = under_way
+        ties += block.apply(self._staged[: block.last - block.first], buffer)
 
     def abandon(self) -> None:
         """Wait for what is under way, and forget it."""
         self._stream.synchronize()
-        self.block = None
+        self._under_way = None
 
 
 class DeviceMatrices:
@@ -104,32 +128,29 @@ class DeviceMatrices:
             _Place(device, staged[at * each : (at + 1) * each], cuda) for at in range(NUM_STAGED)
         ]
 
-    def step(self, steps: Iterable[MatrixStep]) -> None:
-        """Take one step of each parameter; their master is a record of its own.
+    def step(self, steps: Iterable[MatrixStep]) -> list[Ties]:
+        """Take one step of each parameter; return the new ties of a split master, for each.
 
         Blocks until the last update is applied.
         """
-        turn = 0
+        found: list[list[Ties]] = []
+        buffer = self._scratch.master
+        places = itertools.cycle(self._places)
         try:
             for one in steps:
+                found.append([NO_TIES])
                 for block in one.blocks(self._ns_dtype):
-                    place = self._places[turn % NUM_STAGED]
-                    self._apply(place)
-                    place.start(block, self._scratch.master)
-                    turn += 1
-            for at in range(NUM_STAGED):
-                self._apply(self._places[(turn + at) % NUM_STAGED])
+                    place = next(places)
+                    place.finish(buffer)
+                    place.start(block, buffer, found[-1])
+            for place in itertools.islice(places, NUM_STAGED):
+                place.finish(buffer)
         except BaseException:
             self.close()
             raise
+        return [np.concatenate(ties) for ties in found]
 
     def close(self) -> None:
         """Wait for what the device still does; its memory is freed with this object."""
         for place in self._places:
             place.abandon()
-
-    def _apply(self, place: _Place) -> None:
-        found = place.finish()
-        if found is not None:
-            block, update = found
-            block.apply(update, self._scratch.master)

@@ -39,7 +39,8 @@ def on_fake_device(monkeypatch):
 
     def bucket(self, member) -> Bucket:
         found = original(self, member)
-        named = found._replace(device="fake", form=MasterForm.SEPARATE)
+        form = MasterForm.SPLIT if found.form is MasterForm.SPLIT else MasterForm.SEPARATE
+        named = found._replace(device="fake", form=form)
         self._buckets.pop(found, None)
         return self._buckets.setdefault(named, named)
 
@@ -49,6 +50,7 @@ def on_fake_device(monkeypatch):
     for module, name in (
         (stream_open, "DeviceCopier"),
         (stream_open, "DeviceWeights"),
+        (stream_open, "KeptGradients"),
         (muon_module, "DeviceMatrices"),
     ):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), cuda=cuda))
@@ -92,6 +94,17 @@ def test_the_way_over_a_device_changes_no_bit(request, tmp_path, how, dtype, mod
         assert torch.equal(one["master"], other.get("master", weights))
         for name in ("momentum_buffer", "step"):
             assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("mode", [None, "partitioned", "pipelined", "step"])
+def test_split_masters_go_the_same_way(request, tmp_path, mode):
+    missing = {(1, 1), (2, 3)}
+    expected = train({"master": "split"}, missing=missing)
+    request.getfixturevalue("on_fake_device")
+    swap = {"master": "split"}
+    if mode is not None:
+        swap |= {**WIDE, **MODES[mode], "path": tmp_path}
+    assert_same(train(swap, missing=missing, gradients="stream"), expected)
 
 
 def test_products_are_bf16_on_a_device_and_near_those_in_fp32(on_fake_device):  # noqa: ARG001
@@ -149,5 +162,5 @@ def test_an_error_leaves_no_block_under_way(on_fake_device, monkeypatch):  # noq
     monkeypatch.setattr("swapio.optim.muon_update.apply_update", fail)
     with pytest.raises(MemoryError, match="injected"):
         opt.step()
-    assert all(place.block is None for place in opt._on_device._places)
+    assert all(place.is_free for place in opt._on_device._places)
     opt.close()
