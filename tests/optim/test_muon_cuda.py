@@ -24,7 +24,7 @@ def train(device, *, dtype=torch.bfloat16, steps=3, spoiled=None, **kwargs):
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=generator) / 8 for shape in SHAPES]
     params = [torch.nn.Parameter(value.to(dtype).to(device)) for value in made]
-    start = [param.detach().float().cpu() for param in params]
+    start = [value.to(dtype).float().clone() for value in made]
     groups = [
         {"params": params[:NUM_MUON]},
         {"params": params[NUM_MUON:], "use_muon": False, "lr": 1e-3},

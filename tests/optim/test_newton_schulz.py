@@ -282,6 +282,7 @@ def test_the_stated_workspace_suffices_and_nothing_else_is_allocated(
             newton_schulz(u, COEFFICIENTS, steps, out=out, workspace=workspace[:nbytes][:-1])
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_temporaries_are_small() -> None:
     """Everything as large as a matrix lies in the workspace: 1024 x 1024 is 4 MiB in fp32."""
     u = gaussian(1024, 1024)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from oracles.muon import plain_newton_schulz, relative_error
@@ -39,7 +41,9 @@ def queued(u: torch.Tensor, **settings: float) -> torch.Tensor:
     workspace = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     newton_schulz(u, workspace=workspace, **settings)  # loads the libraries, which may wait
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         return newton_schulz(u, workspace=workspace, **settings)
     finally:
