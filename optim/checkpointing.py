@@ -33,6 +33,7 @@ from swapio.checkpoint.reader import dtype_of
 from swapio.errors import CheckpointError
 from swapio.optim import kernels
 from swapio.optim.commit_scalars import encode_group
+from swapio.optim.cuda_weights import host_addresses
 from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo
 from swapio.optim.masters import Masters
 from swapio.swapper import PartitionedSwapper
@@ -145,9 +146,12 @@ def _param_array(layout: Layout, packed: PackedGroup) -> RamArray:
         # A window is whole units, so this is a list of copies.
         rows = units.slice_of(start // width, (start + length) // width)
         infos = layout.infos
-        source = np.array(
-            [infos[index].param.data_ptr() for index in units.param[rows]], np.uint64
-        ) + (units.offset[rows] * width).astype(np.uint64)
+        if packed.bucket.device == "cpu":
+            starts, _kept = np.array([infos[i].param.data_ptr() for i in units.param[rows]]), None
+        else:
+            addresses, _kept = host_addresses(infos, packed)
+            starts = addresses[units.param[rows]]
+        source = starts.astype(np.uint64) + (units.offset[rows] * width).astype(np.uint64)
         target = (units.position[rows] * width - start).astype(np.uint64)
         kernels.copy_spans(source, target + np.uint64(lease.address), units.numel[rows] * width)
 
