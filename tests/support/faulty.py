@@ -218,8 +218,8 @@ class FaultyStore(SwapStore):
     def confirm(self, step: int) -> None:
         self.inner.confirm(step)
 
-    def recover(self, step: int | None = None) -> CommitRecord | None:
-        return self.inner.recover(step)
+    def recover(self, step: int | None = None, **choice: Any) -> CommitRecord | None:
+        return self.inner.recover(step, **choice)
 
     def drain(self) -> None:
         self.inner.drain()
