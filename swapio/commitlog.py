@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from swapio.aio import Engine, File
+from swapio.aio import OP_WRITE, Engine, File, Request
 from swapio.commit import FILE_NAMES, StepRecord, decode_record
 from swapio.errors import CorruptionError
 from swapio.locking import Deadline, open_locked
 from swapio.manifest import sync_folder
+from swapio.persistent import PersistentIO
 
 _logger = logging.getLogger("swapio.store")
 
@@ -58,7 +59,9 @@ class CommitLog:
         if file is None:
             file = self._open(self._next)
         memory = np.frombuffer(data, dtype=np.uint8)
-        self._engine.pwrite(file, memory, 0).result()
+        address = memory.__array_interface__["data"][0]
+        request = Request(OP_WRITE, file, address, memory.nbytes, 0)
+        PersistentIO(self._engine, [request], memory).result()
         if is_synced:
             self._engine.fsync(file, data_only=True).result()
             if is_new:

@@ -23,6 +23,7 @@ from swapio.aio import OP_READ, OP_WRITE, File, Request
 from swapio.align import BLOCK_BYTES, PAGE_BYTES
 from swapio.buffers import BufferPool, Lease
 from swapio.errors import ConfigError, SwapStateError
+from swapio.persistent import PersistentIO
 from swapio.slots import Slot, SubGroup
 from swapio.store import Piece, TransferFuture, WriteTransaction
 from swapio.tables import SlotTable, decode_table, encode_table, used_table_bytes
@@ -266,4 +267,4 @@ def _move(shared: Shared, slot: Slot, op: int, lease: Lease, nbytes: int) -> Non
     if file is None:
         raise SwapStateError("the sub-group has no file on the first path")
     request = Request(op, file, lease.address, nbytes, slot.bases[0])
-    shared.mover.engine.submit([request], owner=lease).result()
+    PersistentIO(shared.mover.engine, [request], lease).result()

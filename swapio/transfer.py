@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from swapio.aio import OP_READ, OP_WRITE, Engine, IOFuture, Request
+from swapio.aio import OP_READ, OP_WRITE, Engine, Request
 from swapio.align import BLOCK_BYTES
 from swapio.checksum import Hashes, block_spans, span_hashes
 from swapio.errors import ConfigError, CorruptionError, SwapStateError
+from swapio.persistent import PersistentIO
 from swapio.slots import Slot, SubGroup
 from swapio.store import Piece, StoreStats, TransferFuture
 from swapio.striping import RecordPlace
@@ -52,7 +53,9 @@ class Counters:
 class ReadTransfer(TransferFuture):
     """A read that is verified in `result`, by whoever calls it first."""
 
-    def __init__(self, io: IOFuture, spans: _Spans, expected: Hashes | None, owner: object) -> None:
+    def __init__(
+        self, io: PersistentIO, spans: _Spans, expected: Hashes | None, owner: object
+    ) -> None:
         self.nbytes = spans.nbytes
         self._io = io
         self._spans = spans
@@ -81,7 +84,9 @@ class ReadTransfer(TransferFuture):
 class WriteTransfer(TransferFuture):
     """A write; its end, good or bad, is noted at the slot's blocks."""
 
-    def __init__(self, io: IOFuture, slot: Slot, blocks: list[_BlockRange], nbytes: int) -> None:
+    def __init__(
+        self, io: PersistentIO, slot: Slot, blocks: list[_BlockRange], nbytes: int
+    ) -> None:
         self.nbytes = nbytes
         self.blocks = blocks
         self._io = io
@@ -136,7 +141,7 @@ class Mover:
         if self.has_checksums:
             # Copied now: a transaction in place may write the same blocks before the result.
             expected = _concatenate([slot.hashes[first:end] for first, end in blocks])
-        io = self.engine.submit(requests, owner=owner)
+        io = PersistentIO(self.engine, requests, owner)
         return ReadTransfer(io, spans, expected, owner)
 
     def write(
@@ -151,7 +156,7 @@ class Mover:
             for first, end in blocks:
                 slot.hashes[first:end] = hashes[position : position + end - first]
                 position += end - first
-        return WriteTransfer(self.engine.submit(requests, owner=owner), slot, blocks, nbytes)
+        return WriteTransfer(PersistentIO(self.engine, requests, owner), slot, blocks, nbytes)
 
     def hash(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> Hashes:
         """Return checksums of spans and count the time."""
@@ -199,7 +204,7 @@ class _Spans:
         )
 
 
-def _wait(transfer: TransferFuture, io: IOFuture, timeout: float | None) -> None:
+def _wait(transfer: TransferFuture, io: PersistentIO, timeout: float | None) -> None:
     started = time.perf_counter()
     try:
         io.result(timeout)

@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         *("manifest", "commit", "commitlog", "committer", "holds", "leftovers", "locking"),
         *("provision", "recovery", "storefolders", "striping", "tasks", "transaction", "transfer"),
+        "persistent",
         "verification",
     ),
     "policy": (

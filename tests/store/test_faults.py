@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ def test_a_failed_write_in_place_poisons_its_blocks_until_they_are_rewritten(mak
     np.testing.assert_array_equal(read(store, "g", "x", MIB, MIB), old["x"][MIB : 2 * MIB])
     with pytest.raises(SwapStateError, match="cannot be held"):
         store.hold()
+    failing.disarm()
     # The spare slot is taken for the rewrite; only what is rewritten can be lost.
     write(store, "g", 2, {"x": new})
     assert store.locate("g").slot_index == 1
@@ -110,9 +112,43 @@ def test_a_retry_in_the_same_transaction_heals(make_store, failing):
     failing.arm(0)
     with pytest.raises(AioError):
         transaction.write([piece("x", new)], owner=new).result()
+    failing.disarm()
     transaction.write([piece("x", new)], owner=new).result()
     transaction.seal().result()
     np.testing.assert_array_equal(read(store, "g", "x", SIZE), new)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_fault_that_does_not_repeat_is_survived(make_store, failing, number, caplog):
+    """Writes, the slot table, and reads: each transfer is tried once more, to the same place."""
+    store, _ = start(make_store, failing, durability="step")
+    new = {"x": random_bytes(SIZE, 3), "y": random_bytes(100, 4)}
+    failing.arm(number, is_transient=True)
+    write_step(store, new)
+    store.commit(2).result()
+    failing.arm(0, is_transient=True)
+    for name, array in new.items():
+        np.testing.assert_array_equal(read(store, "g", name, array.nbytes), array)
+    assert failing.count > 1
+    told = [record.message for record in caplog.records if "once more" in record.message]
+    assert len(told) == 2
+    assert all("Input/output error" in message for message in told)
+
+
+def test_memory_is_held_until_the_second_try(make_store, failing):
+    store, _ = start(make_store, failing)
+    array = random_bytes(SIZE, 3)
+    content, before = array.copy(), sys.getrefcount(array)
+    transaction = store.begin_write("g", 2)
+    failing.arm(0, is_transient=True)
+    transfer = transaction.write([piece("x", array)], owner=array)
+    assert sys.getrefcount(array) > before
+    while not transfer.done():
+        pass
+    assert transfer.result() == SIZE
+    assert sys.getrefcount(array) == before
+    transaction.seal().result()
+    np.testing.assert_array_equal(read(store, "g", "x", SIZE), content)
 
 
 def test_a_failed_seal_surfaces_at_the_next_verb_and_stops_the_commit(make_store, failing):

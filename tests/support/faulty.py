@@ -244,7 +244,8 @@ class FaultyStore(SwapStore):
 class FailingEngine(BlockingEngine):
     """Fails the submissions whose numbers are in `failing`; counts from 0 after `arm`.
 
-    A failing write still writes its first half, as a device that fails in the middle does.
+    A failing write still writes its first half, as a device that fails in the middle does. Until
+    `disarm` the same requests fail again, whatever their number, unless the fault is transient.
     """
 
     def __init__(self) -> None:
@@ -252,20 +253,29 @@ class FailingEngine(BlockingEngine):
         self.failing: set[int] = set()
         self.code = errno.EIO
         self.count = -1
+        self.is_transient = False
+        self.bad_places: set[tuple[str, int]] = set()
 
-    def arm(self, *failing: int, code: int = errno.EIO) -> None:
+    def arm(self, *failing: int, code: int = errno.EIO, is_transient: bool = False) -> None:
+        self.disarm()
         self.failing = set(failing)
         self.code = code
         self.count = 0
+        self.is_transient = is_transient
 
     def disarm(self) -> None:
         self.failing = set()
+        self.bad_places = set()
 
     def submit(self, requests, *, owner=None):
+        place = (str(requests[0].file.path), requests[0].offset)
+        is_bad = place in self.bad_places
         number = self.count
-        self.count += 1
-        if number not in self.failing:
+        self.count += not is_bad
+        if not is_bad and number not in self.failing:
             return super().submit(requests, owner=owner)
+        if not self.is_transient:
+            self.bad_places.add(place)
         op, file, address, nbytes, offset = requests[0]
         self._transfer(op, file, address, nbytes // 2, offset)
         name = "pwrite" if op == OP_WRITE else "pread"
