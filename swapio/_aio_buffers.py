@@ -56,6 +56,11 @@ def _of_tensor(tensor: Any) -> RawBuffer:
             f"a tensor of shape {tuple(tensor.shape)} that is not contiguous cannot be "
             "transferred: pass tensor.contiguous()"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(
+            "a tensor whose conjugate or negative bit is set cannot be transferred, as its memory "
+            "holds other values: pass tensor.resolve_conj().resolve_neg()"
+        )
     return RawBuffer(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
 
 

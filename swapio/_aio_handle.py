@@ -59,6 +59,8 @@ class Handle:
         self._direct_remedy = direct_remedy
         # Reentrant: a signal handler of the user may use the engine while this thread reaps.
         self._lock = threading.RLock()
+        self._stopping = threading.RLock()  # the native stop takes one caller at a time
+        self._is_shut_down = False
         _handles.add(self)
 
     def check_open(self) -> None:
@@ -89,6 +91,8 @@ class Handle:
 
     def _raise_refused(self, code: int, future: IOFuture) -> None:
         self.check_open()
+        if self._is_shut_down:
+            raise ClosedError("the engine is being closed")
         request = future.requests[0]
         if request.file.closed:
             raise ClosedError(f"the file {request.file.path} is closed")
@@ -144,8 +148,9 @@ class Handle:
         while True:
             slice_ms = WAIT_SLICE_MS
             if deadline is not None:
-                left_ms = int((deadline - time.monotonic()) * 1000) + 1
-                slice_ms = max(0, min(slice_ms, left_ms))
+                # The minimum first: an infinite time has no integer.
+                left_ms = min(slice_ms, (deadline - time.monotonic()) * 1000 + 1)
+                slice_ms = max(0, int(left_ms))
             if ready(slice_ms) == 1:
                 return True
             if deadline is not None and time.monotonic() >= deadline:
@@ -172,11 +177,18 @@ class Handle:
         if self.pid != os.getpid() or self.closed:
             return True
         pointer = self.pointer
+        self._is_shut_down = True
         lib.swapio_engine_shut_down(pointer)
-        if not self.wait_until(lambda ms: lib.swapio_engine_stop(pointer, ms) == 0, timeout):
-            return False
-        self.closed = True
-        self.reap()
+        limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        if not self._stopping.acquire(timeout=limit):
+            return self.closed
+        try:
+            if not self.wait_until(lambda ms: lib.swapio_engine_stop(pointer, ms) == 0, timeout):
+                return False
+            self.closed = True
+            self.reap()
+        finally:
+            self._stopping.release()
         _handles.discard(self)
         _orphans.discard(self)
         return True

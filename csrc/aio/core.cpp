@@ -199,7 +199,12 @@ void Core::make_ready(Request* request) {
 
 bool Core::wait(uint64_t id, int timeout_ms) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return wait_for_ms(progress_, lock, timeout_ms, [&] { return batches_.count(id) == 0; });
+  if (batches_.count(id) == 0) return true;
+  const auto entry = awaited_.insert(id);
+  const bool done =
+      wait_for_ms(progress_, lock, timeout_ms, [&] { return batches_.count(id) == 0; });
+  awaited_.erase(entry);
+  return done;
 }
 
 bool Core::wait_idle(int timeout_ms) {
@@ -249,6 +254,9 @@ void Core::stats(swapio_stats* stats) {
 
 int Core::register_memory(uint64_t address, uint64_t nbytes) {
   constexpr uint64_t kEntryBytes = 1u << 30;  // the kernel's limit for one fixed buffer
+  if (nbytes == 0) return 0;
+  if (address == 0 || nbytes > UINT64_MAX - address) return -EINVAL;
+  unregister_memory(address);  // a second registration of a region replaces the first
   std::vector<std::pair<uint64_t, Registration>> added;
   for (uint64_t begin = address; begin < address + nbytes; begin += kEntryBytes) {
     const uint64_t end = std::min(begin + kEntryBytes, address + nbytes);

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -151,6 +152,7 @@ class Core final : public Source {
   bool shutting_down_ = false;
 
   std::unordered_map<uint64_t, std::unique_ptr<Batch>> batches_;  // not complete
+  std::multiset<uint64_t> awaited_;                               // ids with a caller in wait()
   std::deque<swapio_completion> completions_;
   std::unordered_set<uint64_t> unreleased_;  // ids in completions_
 

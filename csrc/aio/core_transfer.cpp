@@ -320,9 +320,11 @@ void Core::close_request(Batch* batch) {
     break;
   }
   completions_.push_back(completion);
-  unreleased_.insert(batch->id);
-  batches_.erase(batch->id);
-  progress_.notify_all();
+  unreleased_.insert(completion.id);
+  batches_.erase(completion.id);
+  // A caller is only woken for its own batch, or for the last one (wait_idle, stop): with many in
+  // flight the rest would be switches for nothing.
+  if (batches_.empty() || awaited_.count(completion.id) != 0) progress_.notify_all();
 }
 
 // --- the page cache ---

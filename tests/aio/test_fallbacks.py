@@ -108,6 +108,7 @@ def test_registered_memory_is_used(tmp_path: Path) -> None:
     with Engine("io_uring") as engine, engine.open(tmp_path / "data", create=True) as file:
         if not engine.register(address, memory.nbytes):
             pytest.skip("registration is refused here")
+        assert engine.register(address, memory.nbytes)  # again: it replaces the first
         assert engine.stats().num_registered_buffers == 1
         memory[:] = 9
         engine.pwrite(file, memory).result()
@@ -116,6 +117,7 @@ def test_registered_memory_is_used(tmp_path: Path) -> None:
         assert bool((memory == 9).all())
         engine.unregister(address)
         engine.unregister(address)
+        assert engine.register(address, 0)
         assert engine.stats().num_registered_buffers == 0
 
 

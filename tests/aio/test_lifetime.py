@@ -102,7 +102,7 @@ def test_python_runs_while_transfers_are_waited_for(engine: Engine, make_file: M
     thread.start()
     try:
         with make_file() as file:
-            for round_number in range(20):
+            for round_number in range(8):
                 tensor = torch.ones(16 * MIB, dtype=torch.uint8)
                 future = engine.pwrite(file, tensor)
                 if round_number % 2:
@@ -161,6 +161,36 @@ def test_many_engines(kind: EngineKind, tmp_path: Path) -> None:
         engine.close()
 
 
+def test_closing_from_many_threads(kind: EngineKind, tmp_path: Path) -> None:
+    """Whoever closes, transfers submitted before complete, and later ones raise ClosedError."""
+    memory = np.ones(MIB, dtype=np.uint8)
+    errors: list[BaseException] = []
+    for _ in range(10):
+        engine = Engine(kind, queue_depth=4, block_size=4096, num_threads=2)
+        file = engine.open(tmp_path / "data", create=True)
+        before = [engine.pwrite(file, memory, i * MIB) for i in range(4)]
+
+        def write(engine: Engine = engine, file: File = file) -> None:
+            try:
+                while True:
+                    engine.pwrite(file, memory).result(timeout=30)
+            except ClosedError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+        calls = [file.close, file.close, engine.close, engine.close, engine.close, write, write]
+        threads = [threading.Thread(target=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert errors == []
+        assert engine.closed
+        assert [future.result(timeout=0) for future in before] == [MIB] * 4
+
+
 def test_dropped_engines_and_files_are_swept(kind: EngineKind, tmp_path: Path) -> None:
     def use_and_drop() -> None:
         engine = Engine(kind)
@@ -179,6 +209,7 @@ def test_dropped_engines_and_files_are_swept(kind: EngineKind, tmp_path: Path) -
 
 
 # fork() with threads is what is tested here; Python 3.12 and later warn about it.
+@pytest.mark.forks
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("leave", ["os._exit", "sys.exit"])
 def test_fork_with_transfers_in_flight(
@@ -247,6 +278,7 @@ print(future.result(), status)
 """
 
 
+@pytest.mark.forks
 def test_child_that_exits_normally(kind: EngineKind, tmp_path: Path) -> None:
     done = run_script(CHILD_EXITS, tmp_path / "data", kind)
     assert (done.returncode, done.stdout.strip()) == (0, f"{32 * MIB} 0"), done.stderr
@@ -260,6 +292,7 @@ class _Dataset(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((4,), float(index))
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_data_loader_workers(kind: EngineKind, tmp_path: Path, method: str) -> None:

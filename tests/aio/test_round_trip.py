@@ -143,6 +143,8 @@ def test_kinds_of_buffers(engine: Engine, make_file: MakeFile) -> None:
         torch.zeros(8, 8).t()[1:],
         torch.zeros(4, device="meta"),
         torch.eye(3).to_sparse(),
+        torch.zeros(3, dtype=torch.complex64).conj(),
+        torch.zeros(3, dtype=torch.complex64).conj().imag,
         np.zeros((8, 8))[:, ::2],
         np.broadcast_to(np.zeros(1), 5),
         np.array([object()]),

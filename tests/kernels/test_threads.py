@@ -207,6 +207,7 @@ def step(n=1 << 20):
 """
 
 
+@pytest.mark.forks
 def test_a_forked_child_steps_on_its_own_threads() -> None:
     result = run_python(
         SETUP

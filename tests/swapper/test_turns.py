@@ -74,6 +74,7 @@ def test_a_killed_holder_gives_the_turn_up():
     turn.close()
 
 
+@pytest.mark.forks
 def test_a_forked_child_does_not_keep_the_turn():
     turn = DeviceTurn(DEVICE)
     turn.acquire()
