@@ -11,9 +11,8 @@ if [ ${#present[@]} = 0 ]; then echo "no native tests"; exit 0; fi
 python=$(bash scripts/variant.sh asan -C cmake.define.SWAPIO_SANITIZE=ON \
   -C cmake.build-type=None "-Ccmake.define.CMAKE_CXX_FLAGS=-O1 -g1 -DNDEBUG" "-Ccmake.define.CMAKE_C_FLAGS=-O1 -g1 -DNDEBUG")
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
-# Tests that go on in a forked child are left out: the sanitizer's allocator holds its locks over
-# fork, so that a child of a process with threads waits for ever at its first allocation. So is a
-# daemon thread that glibc unwinds inside a call: UBSan reports a null reference in pybind11's header there.
+# Tests marked `forks` go on in a forked child and are left out: the sanitizer's allocator holds its
+# locks over fork, so that a child of a process with threads waits for ever at its first allocation.
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:halt_on_error=1 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
-  "$python" -m pytest -q --timeout 600 -k "not fork and not loader and not child and not daemon_thread" "$@" "${present[@]}"
+  "$python" -m pytest -q --timeout 600 -m "not slow and not forks" "$@" "${present[@]}"

@@ -11,7 +11,10 @@
 #include <cmath>
 #include <exception>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "dispatch.h"
 #include "pool.h"
@@ -30,9 +33,18 @@ using HyperArray = py::array_t<Hyper, py::array::c_style>;
 using Threads = std::optional<int>;
 using OptionalTies = std::optional<Array<uint32_t>>;
 
-// Runs `work` without the GIL. Not py::gil_scoped_release: at interpreter exit CPython ends a
-// daemon thread that comes back for the GIL by unwinding it, and a destructor must not be unwound
-// through.
+// Takes the GIL again. At interpreter exit CPython (before 3.14) ends a daemon thread that comes
+// back for it with pthread_exit, which unwinds the frames of C++ above: their destructors would
+// touch Python objects without the GIL. Such a thread sleeps instead until the process is gone: the
+// call throws nothing else, and a handler that never ends is a legal end of an unwinding.
+void restore_thread(PyThreadState* state) {
+  try {
+    PyEval_RestoreThread(state);
+  } catch (...) {
+    for (;;) pause();
+  }
+}
+
 template <class Work>
 void without_gil(const Work& work) {
   PyThreadState* const state = PyEval_SaveThread();
@@ -42,7 +54,7 @@ void without_gil(const Work& work) {
   } catch (...) {
     error = std::current_exception();
   }
-  PyEval_RestoreThread(state);
+  restore_thread(state);
   if (error) std::rethrow_exception(error);
 }
 
@@ -186,10 +198,9 @@ py::array_t<uint64_t> hash_spans_(const Array<uint64_t>& addresses, const Array<
   without_gil(
       [&] { done = hash_spans(runs.data(), static_cast<int64_t>(runs.size()), out, limit); });
   if (!done) {
-    PyErr_SetString(PyExc_NotImplementedError,
-                    "this build has no xxh3 (has_xxh3 is False): libxxhash-dev was not found when "
-                    "it was made; use the xxhash wheel");
-    throw py::error_already_set();
+    throw std::runtime_error(
+        "this build has no xxh3 (has_xxh3 is False): libxxhash-dev was not found when it was made; "
+        "use the xxhash wheel");
   }
   return hashes;
 }
