@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Adam entry points: checks, constants, tiles.
 #include <cmath>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -39,6 +40,7 @@ void check_address(uint64_t address, int alignment, const char* name, int64_t in
 void check_span(const Span& span, const AdamForm& form, int64_t index, int64_t num_hypers) {
   if (span.numel < 0) fail(at_span(index) + "numel is negative");
   if (span.position < 0) fail(at_span(index) + "position is negative");
+  if (span.position > INT64_MAX - span.numel) fail(at_span(index) + "position is too large");
   if (span.hyper < 0 || span.hyper >= num_hypers) {
     fail(at_span(index) + "hyper is " + std::to_string(span.hyper) + ", but there are " +
          std::to_string(num_hypers));
@@ -224,17 +226,16 @@ TieList adam_spans(const AdamCall& call, const Span* spans, int64_t num_spans, c
   for_each_item(tiles.num_tiles(), call.max_threads, [&](int64_t tile, int) {
     tiles.visit(tile, [&](int64_t index, int64_t first, int64_t numel) {
       const Span& span = spans[index];
-      const int64_t head = std::min(head_numel(span, form, first), numel);
-      if (head > 0) run_piece(span, first, head);
-      first += head;
-      numel -= head;
+      int64_t part = head_numel(span, form, first);
+      if (part == 0) part = numel;
       while (numel > 0) {  // the noise key changes every 2^32 positions
         const uint64_t position = static_cast<uint64_t>(span.position + first);
         const uint64_t until_key = (uint64_t{1} << 32) - (position & 0xffffffffu);
-        const int64_t part = std::min(numel, static_cast<int64_t>(until_key));
+        part = std::min({part, numel, static_cast<int64_t>(until_key)});
         run_piece(span, first, part);
         first += part;
         numel -= part;
+        part = numel;
       }
     });
   });

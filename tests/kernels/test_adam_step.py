@@ -291,5 +291,7 @@ def test_stochastic_rounding_is_unbiased_and_depends_on_position_only() -> None:
     up = (whole != 1.0).double().mean().item()
     assert abs(up - 0.3) < 5 * (0.3 * 0.7 / numel) ** 0.5
     assert torch.equal(whole, run(5, 1, [1, 500, 1000, 33_333, 33_340]))
+    # A span that begins off a cache line and passes position 2^32 before the next one.
+    assert torch.equal(whole, run(5, 1, [993]))
     assert not torch.equal(whole, run(6, 1, []))
     assert not torch.equal(whole, run(5, 2, []))

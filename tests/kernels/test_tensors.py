@@ -211,6 +211,7 @@ def test_spans_are_checked_before_any_is_stepped() -> None:
     for changes, message in (
         ({"numel": -1}, "span 1: numel"),
         ({"position": -1}, "span 1: position"),
+        ({"position": 2**63 - 8}, "span 1: position is too large"),
         ({"hyper": 1}, "span 1: hyper"),
         ({"hyper": -1}, "span 1: hyper"),
         ({"exp_avg": 0}, "span 1: the form needs an address of exp_avg"),
