@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The async file engine against fio, in paired rounds on the same folder and the same files.
 
-In each round every row runs once, in an order that changes from round to round; a ratio is formed
-within a round, and the table shows the median of the ratios with a 95 % interval of that median.
+In each round every row runs once, in random order; a ratio is formed within a round, and the table
+shows the median of the ratios with a 95 % interval of that median. Rounds go on, up to
+--max-rounds, while an interval is wider than --half-width on either side.
 The ceiling of a pattern is fio's io_uring job (fixed buffers, registered file, huge-page buffers)
 with the better median of 512 KiB x 32 and 1 MiB x 16. "mixed" moves as many bytes in as out; its
 ceiling is the better of one 50/50 stream and of a reader beside a writer (counted as twice the
 slower side). CPU seconds are user and system time of the process that does the I/O.
 
-DeepSpeed's aio_handle joins when it is installed. The last line of standard output is JSON.
-GB = 1e9 bytes.
+DeepSpeed's aio_handle joins, at its best setting of several, when --peer-python has it. The last
+line of standard output is JSON. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from paired import Peer, PeerFailed, interval
 
 from swapio.aio import OP_READ, OP_WRITE, Engine, File, IOFuture, Request, probe_io_uring
 
 MIB = 1 << 20
 CONFIGS = {"512k_x32": (512 << 10, 32), "1m_x16": (MIB, 16)}
 NUM_THREADS = 8
-AHEAD_BYTES = 64 * MIB
+AHEAD_BYTES = 128 * MIB
+NUM_PER_SUBMIT = 8  # of 8 MiB: a chunk of state, as the store submits it
 PATTERNS = ("read", "write", "mixed")
 
 
@@ -159,12 +162,12 @@ def requests_for(
 
 def run_engine(
     bench: Bench, pattern: str, *, kind: str, block: int, depth: int,
-    request_bytes: int = 8 * MIB, num_per_submit: int = 1,
+    request_bytes: int = 8 * MIB, num_per_submit: int = NUM_PER_SUBMIT,
 ) -> Sample:  # fmt: skip
-    """Keep 64 MiB of requests submitted, and wait for the oldest."""
+    """Keep 128 MiB of requests submitted, and wait for the oldest submission."""
     memory_bytes = block * (depth if kind == "io_uring" else NUM_THREADS)
     request_bytes = min(request_bytes, memory_bytes)
-    num_ahead = AHEAD_BYTES // (request_bytes * num_per_submit)
+    num_ahead = max(2, AHEAD_BYTES // (request_bytes * num_per_submit))
     memory, address = huge_pages(memory_bytes)
     with Engine(
         kind, queue_depth=depth, block_size=block, num_threads=NUM_THREADS, direct="required"
@@ -192,42 +195,33 @@ def run_engine(
 # --- DeepSpeed ---
 
 
-def deepspeed_row(bench: Bench, pattern: str) -> Row | None:
-    """Return a row with aio_handle, its best setting of those commonly used; None without it."""
-    try:
-        import torch
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        handle = AsyncIOBuilder().load(verbose=False).aio_handle(MIB, 32, False, True, 4)
-    except Exception as error:
-        print(f"DeepSpeed is left out: {type(error).__name__}", file=sys.stderr)
+def peer_for(python: str, bench: Bench) -> Peer | None:
+    if not python:
         return None
-    tensors = [handle.new_cpu_locked_tensor(64 * MIB, torch.empty(0, dtype=torch.uint8))] * 2
+    try:
+        peer = Peer(python, "aio", str(bench.folder), str(bench.nbytes))
+    except (OSError, PeerFailed) as error:
+        print(f"DeepSpeed is left out: {error}", file=sys.stderr)
+        return None
+    print(f"DeepSpeed's best settings: {peer.facts['settings']}", file=sys.stderr)
+    return peer
 
-    def run() -> Sample:
-        moved = 0
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        start = time.perf_counter()
-        while time.perf_counter() < start + bench.seconds:
-            if pattern in ("read", "mixed"):
-                handle.async_pread(tensors[0], str(bench.path("a")), moved % bench.nbytes)
-                moved += 64 * MIB
-            if pattern in ("write", "mixed"):
-                handle.async_pwrite(tensors[1], str(bench.path("b")), moved % bench.nbytes)
-                moved += 64 * MIB
-            handle.wait()
-        seconds = time.perf_counter() - start
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
-        return Sample(moved / seconds / 1e9, cpu / (moved / 1e9))
 
-    return Row("deepspeed", run)
+def run_peer(bench: Bench, peer: Peer, pattern: str) -> Sample:
+    """Whole files, again and again, as long as the other rows run."""
+    seconds = cpu = nbytes = 0.0
+    while seconds < bench.seconds:
+        result = peer.ask(pattern)
+        seconds += result["seconds"]
+        cpu += result["cpu_seconds"]
+        nbytes += result["nbytes"] / 1e9
+    return Sample(nbytes / seconds, cpu / nbytes)
 
 
 # --- rounds and ratios ---
 
 
-def rows_for(bench: Bench, pattern: str) -> list[Row]:
+def rows_for(bench: Bench, pattern: str, peer: Peer | None) -> list[Row]:
     rows = []
     fio_patterns = ("pair", "stream") if pattern == "mixed" else (pattern,)
     for name, (block, depth) in CONFIGS.items():
@@ -255,12 +249,13 @@ def rows_for(bench: Bench, pattern: str) -> list[Row]:
     )
     if pattern != "mixed":
         rows.append(Row("fio_psync", lambda: fio_psync(bench, pattern)))
-    deepspeed = deepspeed_row(bench, pattern)
-    return rows + ([deepspeed] if deepspeed else [])
+    if peer is not None:
+        rows.append(Row("deepspeed", lambda: run_peer(bench, peer, pattern)))
+    return rows
 
 
 def small_rows(bench: Bench, pattern: str) -> list[Row]:
-    """Transfers of 64 KiB, one submission each, and 64 to a submission."""
+    """Transfers of 64 KiB, one to a submission, and 16."""
     small = 64 << 10
     rows = [Row("fio_uring_64k", lambda: fio_uring(bench, pattern, small, 32))]
     for name, num_per_submit in (("swapio_64k_single", 1), ("swapio_64k_batched", 16)):
@@ -285,41 +280,32 @@ def best_kind() -> str:
     return "io_uring" if probe_io_uring()[0] else "threads"
 
 
-def run_rounds(rows: list[Row], num_rounds: int, title: str) -> None:
+def run_rounds(
+    rows: list[Row], title: str, *, rounds: int, max_rounds: int, half_width: float
+) -> None:
     shuffled = random.Random(0)
-    for number in range(num_rounds):
+    for number in range(max_rounds):
+        if number >= rounds and is_narrow(rows, half_width):
+            break
         order = list(rows)
         shuffled.shuffle(order)
         for row in order:
-            print(f"\r{title}: round {number + 1}/{num_rounds} {row.name:32s}", end="",
+            print(f"\r{title}: round {number + 1} {row.name:32s}", end="",
                   file=sys.stderr, flush=True)  # fmt: skip
             row.samples.append(row.run())
     print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
 
 
-def interval(values: list[float]) -> list[float]:
-    """Return the median and the ends of a 95 % interval of it (order statistics)."""
-    ordered = sorted(values)
-    count = len(ordered)
-    # Ranks at which the binomial tail falls below 2.5 %; with fewer than 6 values: all of them.
-    skip, tail = 0, 0.5**count
-    while tail <= 0.025 and skip < count // 2:
-        skip += 1
-        tail += 0.5**count * _choose(count, skip)
-    low, high = (skip - 1, count - skip) if skip else (0, count - 1)
-    return [round(v, 4) for v in (statistics.median(ordered), ordered[low], ordered[high])]
-
-
-def _choose(count: int, k: int) -> float:
-    result = 1.0
-    for i in range(k):
-        result *= (count - i) / (i + 1)
-    return result
+def is_narrow(rows: list[Row], half_width: float) -> bool:
+    """Whether every ratio's interval is at most `half_width` of it to each side."""
+    return all(
+        high - low <= 2 * half_width * median for median, low, high in compare(rows).values()
+    )
 
 
 def ratio(over: Row, under: Row, value: Callable[[Sample], float]) -> list[float]:
     pairs = zip(over.samples, under.samples, strict=True)
-    return interval([value(a) / value(b) for a, b in pairs])
+    return [round(end, 4) for end in interval([value(a) / value(b) for a, b in pairs])]
 
 
 def speed(sample: Sample) -> float:
@@ -345,7 +331,11 @@ def compare(rows: list[Row]) -> dict[str, list[float]]:
     result = {}
     if ceiling and uring:
         result["uring_of_fio"] = ratio(uring, ceiling, speed)
-        result["uring_cpu_of_fio"] = ratio(uring, ceiling, cpu)
+        # CPU time is compared at the same block size and depth; pairs of jobs are left out.
+        config = uring.name.removeprefix("swapio_uring_")
+        same = best([row for row in rows if not row.name.endswith("_pair")], f"fio_uring_{config}")
+        if same:
+            result["uring_cpu_of_fio"] = ratio(uring, same, cpu)
     if threads and psync:
         result["threads_of_psync"] = ratio(threads, psync, speed)
         result["threads_cpu_of_psync"] = ratio(threads, psync, cpu)
@@ -357,25 +347,23 @@ def compare(rows: list[Row]) -> dict[str, list[float]]:
             result[f"{row.name}_cpu_of_fio"] = ratio(row, ceiling, cpu)
         if uring and row.name == "deepspeed":
             result["uring_of_deepspeed"] = ratio(uring, row, speed)
+            result["uring_cpu_of_deepspeed"] = ratio(uring, row, cpu)
     return result
 
 
-def report(title: str, rows: list[Row]) -> dict[str, object]:
+def report(title: str, rows: list[Row]) -> dict[str, dict[str, dict[str, object]]]:
+    """Print a pattern's figures and return its tables."""
     print(f"\n{title:34s}{'GB/s':>8s}{'CPU s/GB':>10s}")
+    table: dict[str, dict[str, object]] = {}
     for row in rows:
         used = statistics.median(sample.cpu_seconds_per_gb for sample in row.samples)
         print(f"  {row.name:32s}{row.median_gbs:8.2f}{used:10.4f}")
-    ratios = compare(rows)
-    for name, (median, low, high) in ratios.items():
+        table[row.name] = {"gb_per_s": round(row.median_gbs, 3), "cpu_s_per_gb": round(used, 4)}
+    ratios: dict[str, dict[str, object]] = {}
+    for name, (median, low, high) in compare(rows).items():
         print(f"  {name:32s}{median:8.3f}  [{low:.3f}, {high:.3f}]")
-    return {
-        "ratios": ratios,
-        "gbs": {row.name: [round(sample.gbs, 3) for sample in row.samples] for row in rows},
-        "cpu_seconds_per_gb": {
-            row.name: [round(sample.cpu_seconds_per_gb, 4) for sample in row.samples]
-            for row in rows
-        },
-    }  # fmt: skip
+        ratios[name] = {"ratio": median, "interval_95": [low, high], "rounds": len(rows[0].samples)}
+    return {title: table, f"{title}_ratios": ratios}
 
 
 def parse() -> argparse.Namespace:
@@ -384,6 +372,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dir", default=".", help="folder on the disk to measure (scratch inside)")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--max-rounds", type=int, default=7, help="while intervals are wide")
+    parser.add_argument("--half-width", type=float, default=0.03, help="share of the median")
+    parser.add_argument("--peer-python", default="", help="a Python that has DeepSpeed")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one run")
     parser.add_argument("--mib", type=int, default=1024, help="size of each of the two files")
     parser.add_argument(
@@ -397,15 +388,21 @@ def main() -> None:
     arguments = parse()
     if shutil.which("fio") is None:
         raise SystemExit("this benchmark compares with fio: install it (Debian: apt install fio)")
-    results: dict[str, object] = {"benchmark": "engine"}
+    results: dict[str, object] = {"bench": "engine", "files_mib": arguments.mib}
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="bench-engine-") as folder:
         bench = Bench(Path(folder).resolve(), arguments.mib * MIB, arguments.seconds)
         bench.lay_out()
+        peer = peer_for(arguments.peer_python, bench)
         for pattern in arguments.patterns.split(","):
             small = pattern.startswith("small_")
-            rows = small_rows(bench, pattern[6:]) if small else rows_for(bench, pattern)
-            run_rounds(rows, arguments.rounds, pattern)
-            results[pattern] = report(pattern, rows)
+            rows = small_rows(bench, pattern[6:]) if small else rows_for(bench, pattern, peer)
+            run_rounds(
+                rows, pattern, rounds=arguments.rounds, half_width=arguments.half_width,
+                max_rounds=max(arguments.rounds, arguments.max_rounds),
+            )  # fmt: skip
+            results |= report(pattern, rows)
+        if peer is not None:
+            peer.close()
     print(json.dumps(results))
 
 

@@ -2,22 +2,25 @@
 """CPU Adam kernels against the memory read-modify-write ceiling of this machine.
 
 The ceiling is a C loop, compiled here, that touches memory exactly as an fp32 Adam step does (three
-arrays read and written, one read: 28 bytes per parameter) and does two operations a value. Every
-row is timed in turn with it, round by round; `of_ceiling` is the median over rounds of
-(ceiling time per byte) / (row time per byte), with a 95 % interval of that median. Bytes are those
-a row must move: a value that is read and written counts twice.
+arrays read and written, one read: 28 bytes per parameter) and does two operations a value.
+`of_ceiling` is (ceiling time per byte) / (row time per byte); bytes are those a row must move: a
+value that is read and written counts twice. The loop has no software prefetch, so a row can pass 1.
+
+Every ratio is of two runs that follow each other, in random order; the pairs are run in random
+order too, until the 95 % interval of the median is narrower than --half-width on both sides, or
+--max-rounds are used up.
 
 Rows: fp32 in place at every SIMD level; bf16 gradient with bf16 weights out; split master; rescale;
-rollback; 1000 tensors of 4096 against one of the same size; torch fused; DeepSpeedCPUAdam if it is
-installed. The last line of standard output is JSON.
+rollback; 1000 tensors of 4096 against one of the same size; torch fused; DeepSpeedCPUAdam where
+--peer-python has it. The last line of standard output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
-import math
 import os
 import shutil
 import statistics
@@ -30,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from paired import Pair, Peer, PeerFailed, interval, run_pairs
 
 from swapio.optim import kernels
 
@@ -151,119 +155,153 @@ def kernel_rows(arrays: Arrays) -> dict[str, Row]:
     return rows
 
 
-def peer_rows(arrays: Arrays) -> dict[str, Row]:
-    def parameter() -> torch.nn.Parameter:
-        param = torch.nn.Parameter(arrays.param)  # shares the memory
-        param.grad = arrays.grad
-        return param
-
-    fused = torch.optim.AdamW([parameter()], fused=True, **HYPERS)
-    rows: dict[str, Row] = {"torch fused": (fused.step, 28 * arrays.numel)}
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError:
-        return rows
-    rows["DeepSpeedCPUAdam"] = (DeepSpeedCPUAdam([parameter()], **HYPERS).step, 28 * arrays.numel)
-    return rows
+def torch_row(arrays: Arrays) -> Row:
+    param = torch.nn.Parameter(arrays.param)  # shares the memory
+    param.grad = arrays.grad
+    return torch.optim.AdamW([param], fused=True, **HYPERS).step, 28 * arrays.numel
 
 
 def small_rows(arrays: Arrays) -> dict[str, Row]:
     hypers = hyper_array()
     form = kernels.adam_form(param=FP32, grad=FP32)
-    many, one = arrays.spans(SMALL_COUNT), arrays.spans(1)
-    moved = 28 * arrays.numel
+
+    def repeat(spans: np.ndarray) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(10):
+                kernels.adam_step_spans(form, spans, hypers)
+
+        return at_level(kernels.simd_levels()[-1], run)
+
+    moved = 10 * 28 * arrays.numel
     return {
-        "one tensor": (lambda: kernels.adam_step_spans(form, one, hypers), moved),
-        f"{SMALL_COUNT} of {SMALL_NUMEL}": (
-            lambda: kernels.adam_step_spans(form, many, hypers),
-            moved,
-        ),
+        "one tensor": (repeat(arrays.spans(1)), moved),
+        f"{SMALL_COUNT} of {SMALL_NUMEL}": (repeat(arrays.spans(SMALL_COUNT)), moved),
     }
 
 
-def time_rounds(rows: dict[str, Row], num_rounds: int) -> dict[str, list[float]]:
-    """Time every row once a round; the start moves on so that no row always follows the same."""
-    for call, _ in rows.values():
+def cost_of(row: Row, samples: list[float]) -> Callable[[], float]:
+    """Return a function that runs the row once and returns its seconds per byte."""
+    call, moved = row
+
+    def run() -> float:
+        began = time.perf_counter()
         call()
-    names = list(rows)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(num_rounds):
-        start = index % len(names)
-        for name in names[start:] + names[:start]:
-            began = time.perf_counter()
-            rows[name][0]()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
+        samples.append((time.perf_counter() - began) / moved)
+        return samples[-1]
+
+    call()  # what is made on first use is not timed
+    return run
 
 
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """Median and its distribution-free 95 % interval (order statistics of the binomial)."""
-    ordered, count = sorted(values), len(values)
-    half_width = 0.98 * math.sqrt(count)
-    low = max(0, math.floor(count / 2 - half_width))
-    high = min(count - 1, math.ceil(count / 2 + half_width))
-    return statistics.median(ordered), ordered[low], ordered[high]
+def cost_of_peer(peer: Peer, samples: list[float]) -> Callable[[], float]:
+    def run() -> float:
+        result = peer.ask("step")
+        samples.append(result["seconds"] / result["nbytes"])
+        return samples[-1]
+
+    return run
 
 
-def compare(
-    rows: dict[str, Row], seconds: dict[str, list[float]], base: str
-) -> dict[str, dict[str, object]]:
-    report: dict[str, dict[str, object]] = {}
-    base_bytes = rows[base][1]
-    for name, (_, moved) in rows.items():
-        ratios = [
-            (one / base_bytes) / (other / moved)
-            for one, other in zip(seconds[base], seconds[name], strict=True)
-        ]
-        median, low, high = median_interval(ratios)
-        middle = statistics.median(seconds[name])
-        report[name] = {
-            "median_ms": round(middle * 1e3, 3),
-            "gb_per_s": round(moved / middle / 1e9, 2),
-            f"of {base}": round(median, 4),
+def make_pairs(costs: dict[str, Callable[[], float]]) -> list[Pair]:
+    """Every row with the ceiling, and the pairs of rows that the targets name."""
+    pairs = [
+        Pair(f"{name} / ceiling", cost, costs["ceiling"])
+        for name, cost in costs.items()
+        if name not in ("ceiling", "one tensor", f"{SMALL_COUNT} of {SMALL_NUMEL}")
+    ]
+    best = f"step fp32 {kernels.simd_levels()[-1]}"
+    named = [
+        *((f"step fp32 {level}", best) for level in kernels.simd_levels()[1:-1]),
+        ("rescale fp32", best),
+        ("rollback fp32", best),
+        (best, "torch fused"),
+        (best, "DeepSpeedCPUAdam"),
+        (f"{SMALL_COUNT} of {SMALL_NUMEL}", "one tensor"),
+    ]
+    return pairs + [
+        Pair(f"{row} / {base}", costs[row], costs[base])
+        for row, base in named
+        if row in costs and base in costs
+    ]
+
+
+def report(
+    samples: dict[str, list[float]], pairs: list[Pair]
+) -> tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]:
+    rows: dict[str, dict[str, object]] = {}
+    for name, costs in samples.items():
+        middle = statistics.median(costs)
+        rows[name] = {"gb_per_s": round(1e-9 / middle, 2)}
+        print(f"{name:30s}{1e-9 / middle:8.2f} GB/s", file=sys.stderr)
+    ratios: dict[str, dict[str, object]] = {}
+    for pair in pairs:
+        median, low, high = interval(pair.ratios)
+        ratios[pair.name] = {
+            "speed_ratio": round(median, 4),
             "interval_95": [round(low, 4), round(high, 4)],
+            "rounds": len(pair.rounds),
         }
         print(
-            f"{name:26s}{middle * 1e3:9.2f} ms {moved / middle / 1e9:7.2f} GB/s   "
-            f"{median:.3f} of {base} [{low:.3f}, {high:.3f}]",
+            f"{pair.name:44s}{median:7.3f} [{low:.3f}, {high:.3f}] in {len(pair.rounds)} rounds",
             file=sys.stderr,
         )
-    return report
+    return rows, ratios
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--numel", type=float, default=1e8)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="of every pair")
+    parser.add_argument("--max-rounds", type=int, default=60, help="of pairs that stay wide")
+    parser.add_argument("--half-width", type=float, default=0.01, help="share of the median")
     parser.add_argument("--threads", type=int, default=kernels.default_num_threads())
-    args = parser.parse_args()
+    parser.add_argument("--peer-python", default="", help="a Python that has DeepSpeed")
+    return parser.parse_args()
+
+
+def peer_for(args: argparse.Namespace, numel: int) -> Peer | None:
+    if not args.peer_python:
+        return None
+    try:
+        return Peer(args.peer_python, "adam", str(numel), str(args.threads))
+    except (OSError, PeerFailed) as error:
+        print(f"DeepSpeedCPUAdam is left out: {error}", file=sys.stderr)
+        return None
+
+
+def main() -> None:
+    args = parse()
     numel = int(args.numel)
     kernels.set_threads(args.threads)
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when the ceiling loads its OpenMP
     library, arrays = build_ceiling(), Arrays(numel)
-    pointers = [
-        tensor.data_ptr()
-        for tensor in (arrays.param, arrays.grad, arrays.exp_avg, arrays.exp_avg_sq)
-    ]
-    rows: dict[str, Row] = {"ceiling": (lambda: library.ceiling(*pointers, numel), 28 * numel)}
-    rows |= kernel_rows(arrays) | peer_rows(arrays)
-    report = compare(rows, time_rounds(rows, args.rounds), "ceiling")
-    kernels.set_simd_level("auto")
     small_arrays = Arrays(SMALL_COUNT * SMALL_NUMEL)  # spans hold addresses only: keep it alive
-    small = small_rows(small_arrays)
-    lists = compare(small, time_rounds(small, 10 * args.rounds), "one tensor")
+    in_place = (arrays.param, arrays.grad, arrays.exp_avg, arrays.exp_avg_sq)
+    pointers = [tensor.data_ptr() for tensor in in_place]
+    rows: dict[str, Row] = {"ceiling": (lambda: library.ceiling(*pointers, numel), 28 * numel)}
+    rows |= kernel_rows(arrays) | {"torch fused": torch_row(arrays)} | small_rows(small_arrays)
+    samples: dict[str, list[float]] = {name: [] for name in rows}
+    costs = {name: cost_of(row, samples[name]) for name, row in rows.items()}
+    with contextlib.ExitStack() as stack:
+        peer = peer_for(args, numel)
+        if peer is not None:
+            stack.enter_context(peer)
+            samples["DeepSpeedCPUAdam"] = []
+            costs["DeepSpeedCPUAdam"] = cost_of_peer(peer, samples["DeepSpeedCPUAdam"])
+        pairs = make_pairs(costs)
+        run_pairs(pairs, rounds=args.rounds, max_rounds=args.max_rounds, half_width=args.half_width)
+    table, ratios = report(samples, pairs)
     result = {
         "bench": "kernels",
         "numel": numel,
-        "rounds": args.rounds,
         "threads": args.threads,
-        "simd": kernels.simd_level(),
+        "simd": kernels.simd_levels()[-1],
         "torch": torch.__version__,
-        "rows": report,
-        "lists": lists,
+        "rows": table,
+        "ratios": ratios,
     }
     print(json.dumps(result))
 
