@@ -7,8 +7,8 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 PYTEST := $(BIN)/python -m pytest
 export VENV
 
-.PHONY: help setup demo test test-fast test-fallbacks test-integrations native lint format types soak bench sanitize \
-	wheel docs clean
+.PHONY: help setup demo test test-fast test-fallbacks test-integrations native lint format types \
+	soak bench sanitize test-neon wheel docs clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +60,9 @@ soak: $(VENV)/.built ## the minutes-long tests: full matrices, crash points, str
 
 bench: $(VENV)/.built ## engine against fio, kernels against their ceiling, steps (ARGS="--dir DIR")
 	bash scripts/bench.sh $(ARGS)
+
+test-neon: $(VENV)/.ready ## the kernels cross-compiled for aarch64, NEON against scalar under qemu
+	bash scripts/test_neon.sh
 
 sanitize: $(VENV)/.ready ## the native-heavy Python tests under AddressSanitizer and UBSan
 	bash scripts/sanitize.sh
