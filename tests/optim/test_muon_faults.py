@@ -72,7 +72,10 @@ def step(opt, params, row):
 
 
 def attempt(folder, mode, fault, number):
-    """Two good steps, one with a fault: (error or None, what is left or None, operations)."""
+    """Two good steps, one with a fault, one more: (error, what is left, operations).
+
+    A read ahead of the step that failed is told by the next one.
+    """
     params = parameters(SHAPES, torch.bfloat16)
     start = [param.detach().clone() for param in params]
     groups = [{"params": params[:5]}, {"params": params[5:], "use_muon": False}]
@@ -83,14 +86,14 @@ def attempt(folder, mode, fault, number):
         fault.arm(number)
         try:
             step(opt, params, ROWS[2])
-        except SwapioError as error:
             seen = list(fault.seen)
+            fault.arm(-1)
+            step(opt, params, ROWS[0])
+        except SwapioError as error:
             fault.arm(-1)
             with pytest.raises(SwapioError, match="failed earlier"):
                 opt.step()
-            return error, None, seen
-        seen = list(fault.seen)
-        fault.arm(-1)
+            return error, None, []
         return None, trained(opt, params, start), seen
 
 
@@ -101,7 +104,7 @@ def test_a_failed_transfer_is_repaired_or_raised(tmp_path, fault, mode):
     assert {"pread", "pwrite"} <= set(operations)
     for number, op in enumerate(operations):
         error, got, _ = attempt(tmp_path / f"{number}", mode, fault, number)
-        if op == "pread":
+        if op == "pread" and mode == "partitioned":  # reads ahead come in another order each time
             assert isinstance(error, AioError)
         if error is None:
             assert_same(got, want)
