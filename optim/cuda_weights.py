@@ -74,6 +74,45 @@ def virtual_addresses(
     return np.array([number % (1 << 64) for number in numbers], np.uint64)
 
 
+class ChunkRuns:
+    """The runs of one chunk, and where their parameters would be if it lay somewhere else.
+
+    Attributes:
+        parts: The runs.
+        indices: Their parameters.
+    """
+
+    def __init__(self, parts: Sequence[Run], start: int, item_bytes: int) -> None:
+        self.parts = parts
+        self.indices = np.array([part.index for part in parts], np.int64)
+        self._shifts = virtual_addresses(parts, 0, start, item_bytes)
+
+    def addresses(self, base: int) -> npt.NDArray[np.uint64]:
+        """As `virtual_addresses`, for staging at `base`."""
+        return self._shifts + np.uint64(base)
+
+
+class RunCache:
+    """ChunkRuns of whole chunks, worked out once: the same in every step."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int], ChunkRuns] = {}
+
+    def of(
+        self, packed: PackedGroup, start: int, stop: int, rows: npt.NDArray[np.int64] | None = None
+    ) -> ChunkRuns:
+        """The runs of the units in `rows`, or of all units, of a chunk."""
+        units, width = packed.units, packed.bucket.dtype.itemsize
+        span = units.slice_of(start, stop)
+        if rows is not None and len(rows) < span.stop - span.start:
+            return ChunkRuns(runs(units, rows), start, width)
+        key = (packed.key, start, stop)
+        if key not in self._known:
+            parts = runs(units, np.arange(span.start, span.stop))
+            self._known[key] = ChunkRuns(parts, start, width)
+        return self._known[key]
+
+
 def host_addresses(
     infos: Sequence[ParameterInfo], packed: PackedGroup
 ) -> tuple[npt.NDArray[np.uint64], torch.Tensor | None]:
@@ -165,6 +204,7 @@ class DeviceWeights:
         self._ring = WeightRing(pool)
         self._up = CopyQueue(device, cuda, whole=True)
         self._down = CopyQueue(device, cuda)
+        self._runs = RunCache()
 
     def begin(self) -> None:
         """Let the step's copies wait for what the device was told so far; does not block."""
@@ -200,8 +240,8 @@ class DeviceWeights:
             A function to be called when the new weights are in the staging: it starts the copies.
         """
         dtype = packed.bucket.dtype
-        parts = runs(packed.units, rows)
-        indices = np.array([run.index for run in parts], np.int64)
+        found = self._runs.of(packed, start, stop, rows)
+        parts, indices = found.parts, found.indices
         before = address[indices]
         lease = self._ring.take((stop - start) * dtype.itemsize)
         event: Any = None
@@ -217,7 +257,7 @@ class DeviceWeights:
         try:
             if packed.bucket.form is MasterForm.SPLIT:  # the parameter is a half of its master
                 self._download(parts, lease.tensor(dtype, stop - start), start)
-            address[indices] = virtual_addresses(parts, lease.address, start, dtype.itemsize)
+            address[indices] = found.addresses(lease.address)
             yield upload
         finally:
             address[indices] = before

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from swapio.optim import kernels
 from swapio.optim.context import Elsewhere, StepContext
-from swapio.optim.cuda_weights import DeviceWeights, runs, virtual_addresses
+from swapio.optim.cuda_weights import DeviceWeights, RunCache, runs
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import MasterForm, PackedGroup
 from swapio.optim.masters import Masters
@@ -96,6 +96,7 @@ class EarlyStepper:
         self._images = images
         self._on_device = on_device
         self._weights = weights
+        self._runs = RunCache()
 
     def open(
         self, packed: PackedGroup, assumed: StepContext, gradients: Gradients
@@ -150,26 +151,21 @@ class EarlyStepper:
         if lease is None:
             return False
         if early.weights is None:
-            parts = runs(packed.units, np.arange(len(packed.units.param)))
+            found = self._runs.of(packed, 0, packed.numel)
             early.weights = early.context.param_address.copy()
-            early.weights[[part.index for part in parts]] = virtual_addresses(
-                parts, lease.address, 0, packed.bucket.dtype.itemsize
-            )
+            early.weights[found.indices] = found.addresses(lease.address)
         return self._step_chunk(early, early.context, chunk, Elsewhere(away, early.weights))
 
     def _step_for_device(self, early: EarlyStep, chunk: Chunk, away: Chunk | None) -> bool:
         packed = early.packed
         if self._weights is None or self._on_device is None:
             return False
-        span = packed.units.slice_of(chunk.start, chunk.stop)
-        parts = runs(packed.units, np.arange(span.start, span.stop))
-        waiting = self._on_device.of(packed)
-        with self._weights.aside(packed, chunk.start, chunk.stop, parts, waiting) as address:
+        found, waiting = self._runs.of(packed, chunk.start, chunk.stop), self._on_device.of(packed)
+        span = (chunk.start, chunk.stop)
+        with self._weights.aside(packed, *span, found.parts, waiting) as address:
             context = copy(early.context)
             weights = early.context.param_address.copy()
-            weights[[part.index for part in parts]] = virtual_addresses(
-                parts, address, chunk.start, packed.bucket.dtype.itemsize
-            )
+            weights[found.indices] = found.addresses(address)
             if packed.bucket.form is MasterForm.SPLIT:
                 context.param_address = weights
             return self._step_chunk(early, context, chunk, Elsewhere(away, weights))
@@ -189,13 +185,14 @@ class EarlyStepper:
         if digests is not None:
             early.digests.append((rows, digests))
         span = packed.units.slice_of(chunk.start, chunk.stop)
-        resting = np.setdiff1d(np.arange(span.start, span.stop), rows)
-        if to.chunk is not None:
-            copy_records(packed, chunk, to.chunk, resting)
-        mixed = to.weights.copy()
-        absent = packed.units.param[resting]
-        mixed[absent] = context.param_address[absent]
-        masters.copy_params(packed, to.chunk or chunk, mixed)
+        weights = to.weights
+        if len(rows) < span.stop - span.start:
+            resting = np.setdiff1d(np.arange(span.start, span.stop), rows)
+            if to.chunk is not None:
+                copy_records(packed, chunk, to.chunk, resting)
+            weights, absent = to.weights.copy(), packed.units.param[resting]
+            weights[absent] = context.param_address[absent]
+        masters.copy_params(packed, to.chunk or chunk, weights)
         return True
 
     def keep(self, one: EarlyStep, step: StepContext) -> None:
