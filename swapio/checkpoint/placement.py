@@ -12,7 +12,9 @@ part and cover it; no two of them overlap in the whole.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -41,11 +43,18 @@ class Placement(NamedTuple):
 
     def find(self, local: int, numel: int) -> Iterator[PlacedRun]:
         """Yield the runs, cut to the elements `local:local + numel` of the part."""
-        for run in self.runs:
+        # A column of a matrix has a run for each row: they are not looked through one by one.
+        at = max(0, bisect_right(self.runs, local, key=_first_of) - 1)
+        while at < len(self.runs) and self.runs[at].local < local + numel:
+            run = self.runs[at]
+            at += 1
             first = max(local, run.local)
             stop = min(local + numel, run.local + run.numel)
             if first < stop:
                 yield PlacedRun(run.offset + first - run.local, first, stop - first)
+
+
+_first_of = attrgetter("local")
 
 
 def whole(shape: Sequence[int], order: Sequence[int]) -> Placement:

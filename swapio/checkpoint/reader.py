@@ -7,8 +7,12 @@ was not verified; memory is `NUM_WINDOWS` windows, whatever is read.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +46,15 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+_offset_of = attrgetter("offset")
+
+
+def _sorted(entry: ParameterEntry) -> ParameterEntry:
+    if all(a.offset <= b.offset for a, b in itertools.pairwise(entry.runs)):
+        return entry
+    return replace(entry, runs=tuple(sorted(entry.runs, key=_offset_of)))
+
+
 class CheckpointReader:
     """Reads one checkpoint; a context manager.
 
@@ -63,7 +76,7 @@ class CheckpointReader:
         self._pool = BufferPool(NUM_WINDOWS * WINDOW_BYTES, name="checkpoint", pin=False)
         self._free = [self._pool.lease(WINDOW_BYTES) for _ in range(NUM_WINDOWS)]
         self._windows: OrderedDict[tuple[int, str, int], Lease] = OrderedDict()
-        self.parameters = {entry.name: entry for entry in manifest.parameters}
+        self.parameters = {entry.name: _sorted(entry) for entry in manifest.parameters}
         self._check_files()
 
     def _check_files(self) -> None:
@@ -114,7 +127,11 @@ class CheckpointReader:
         self, entry: ParameterEntry, offset: int, numel: int
     ) -> Iterator[tuple[int, int, int, int]]:
         """(pack, position, offset, numel) of the runs that overlap."""
-        for run in entry.runs:
+        runs = entry.runs
+        at = max(0, bisect_right(runs, offset, key=_offset_of) - 1)
+        while at < len(runs) and runs[at].offset < offset + numel:
+            run = runs[at]
+            at += 1
             first = max(offset, run.offset)
             stop = min(offset + numel, run.offset + run.numel)
             if first < stop:
