@@ -101,19 +101,21 @@ class LoadPlanner(DefaultLoadPlanner):
             raise CheckpointError(f"{self._folder} has no metadata of a distributed checkpoint")
         for fqn, item in self.state_dict.items():
             if isinstance(item, _Later):
-                item.fqn = fqn
                 self._locate(fqn, item, metadata)
         now = {k: v for k, v in self.state_dict.items() if not isinstance(v, _Later)}
         return create_default_local_load_plan(now, metadata, not self.allow_partial_load)
 
     def _locate(self, fqn: str, item: _Later, metadata: Metadata) -> None:
         stored = metadata.state_dict_metadata.get(fqn)
+        if stored is None and item.is_optional:
+            return
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder} lacks the tensor {fqn!r}")
         if tuple(stored.size) != item.shape:
             raise CheckpointError(
                 f"{fqn!r} has shape {tuple(stored.size)} in {self._folder}, {item.shape} here"
             )
+        item.fqn = fqn
         self._dtypes[fqn] = stored.properties.dtype
         self._chunks[fqn] = []
         for chunk in stored.chunks:
@@ -173,16 +175,18 @@ class _Later(str):
     A text, because DCP refuses values of kinds that it does not know.
     """
 
-    __slots__ = ("fqn", "shape")
+    __slots__ = ("fqn", "is_optional", "shape")
     shape: tuple[int, ...]
-    fqn: str
+    fqn: str  # empty until the checkpoint is known to have it
+    is_optional: bool
 
     @classmethod
-    def of(cls, shape: tuple[int, ...]) -> _Later:
-        """Make one for a tensor of that shape."""
+    def of(cls, shape: tuple[int, ...], name: str) -> _Later:
+        """Make one for a state; checkpoints of torch's own optimizers have no master."""
         made = cls("streamed")
         made.shape = shape
         made.fqn = ""
+        made.is_optional = name == "master"
         return made
 
 
@@ -204,7 +208,9 @@ class StreamedOptimizer:
         for index, key in self._keys():
             names = optimizer.state_names(index)
             shape = optimizer.place_of(index).shape
-            entry: dict[str, Any] = {name: _Later.of(shape) for name in names if name != "step"}
+            entry: dict[str, Any] = {
+                name: _Later.of(shape, name) for name in names if name != "step"
+            }
             state[key] = {"step": torch.zeros(()), **entry}
         groups = []
         for group in optimizer.param_groups:
@@ -246,7 +252,8 @@ class _Source:
 
     def has(self, index: int, name: str) -> bool:
         """Whether the checkpoint has that state of a parameter."""
-        return isinstance(self._entries.get(index, {}).get(name), _Later)
+        value = self._entries.get(index, {}).get(name)
+        return isinstance(value, _Later) and bool(value.fqn)
 
     def read(self, index: int, name: str, offset: int, out: torch.Tensor) -> None:
         """Fill `out` from element `offset` of what this rank has of the parameter."""

@@ -188,21 +188,40 @@ def test_what_is_stored_in_another_layout_is_left_to_plain_dcp(tmp_path):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    opt, _ = make(tmp_path / "a", "float32")
+    opt, _ = make(None, "float32")
     with opt:
-        dcp.save({"optimizer": opt}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    other, _ = make(None, "bfloat16")
-    with other:
-        planner = LoadPlanner(tmp_path / "dcp")
+        dcp.save({"optimizer": opt}, checkpoint_id=tmp_path, no_dist=True)
+    params = make_params([*SIZES, (3,)], torch.float32)
+    with AdamW(params) as other:
+        planner = LoadPlanner(tmp_path)
         with pytest.raises(
-            CheckpointException, match=r"lacks the tensor 'optimizer.state.0.master'"
+            CheckpointException, match=r"lacks the tensor 'optimizer.state.5.exp_avg'"
         ):
             dcp.load(
                 {"optimizer": planner.streamed(other)},
-                checkpoint_id=tmp_path / "dcp",
+                checkpoint_id=tmp_path,
                 planner=planner,
                 no_dist=True,
             )
+
+
+def test_torchs_own_optimizer_is_streamed_into_ours(tmp_path):
+    params = make_params(SIZES[:2], torch.float32)
+    theirs = torch.optim.AdamW(params, lr=1e-2, foreach=False)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    theirs.step()
+    dcp.save({"optimizer": theirs}, checkpoint_id=tmp_path, no_dist=True)
+    fresh = make_params(SIZES[:2], torch.bfloat16)
+    with AdamW(fresh) as ours:
+        planner = LoadPlanner(tmp_path, allow_partial_load=True)
+        state = {"optimizer": planner.streamed(ours)}
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        for param, twin in zip(fresh, params, strict=True):
+            assert torch.equal(ours.state[param]["exp_avg_sq"], theirs.state[twin]["exp_avg_sq"])
+            assert torch.equal(ours.state[param]["master"], param.float())
+            assert int(ours.state[param]["step"]) == 1
+        assert ours.param_groups[0]["lr"] == 1e-2
 
 
 @pytest.mark.parametrize("stager", [None, SnapshotStager()], ids=["torch", "snapshot"])
