@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from support.early import wait
 from swapio.optim import AdamW, GradScaler
 
 pytestmark = [
@@ -36,6 +37,7 @@ def train(device, *, dtype=torch.bfloat16, steps=4, accumulation=1, scaler=False
                     factor = torch.randn(param.shape, generator=generator).to(dtype).to(device)
                     loss = loss + (param * factor).sum(dtype=torch.float32)
                 (loss if scale is None else scale.scale(loss)).backward()
+            wait(opt)
             if scale is None:
                 opt.step()
             else:
@@ -82,6 +84,43 @@ def test_fp32_parameters_are_within_the_bound(tmp_path):
     expected, _ = train("cpu", dtype=torch.float32)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("gradients", ["keep", "stream"])
+def test_split_masters_equal_the_cpu(tmp_path, gradients):
+    swaps = [{"path": tmp_path / name, **SMALL} for name in "ab"]
+    check_equal(
+        train("cuda", gradients=gradients, swap=swaps[0]),
+        train("cpu", gradients=gradients, swap=swaps[1]),
+    )
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+def test_early_steps_equal_late_ones(tmp_path, stored, limit):
+    swaps = [{"path": tmp_path / name, **SMALL} if stored else None for name in "ab"]
+    kwargs = {"steps": 6, "max_grad_norm": limit}
+    early = train("cuda", speculate="always", swap=swaps[0], **kwargs)
+    check_equal(early, train("cuda", gradients="stream", swap=swaps[1], **kwargs))
+
+
+def test_early_steps_on_a_device_are_taken_and_undone():
+    net = model("cuda", torch.bfloat16)
+    inputs = torch.ones(4, 1024, device="cuda", dtype=torch.bfloat16)
+    with AdamW(net.parameters(), speculate="always", max_grad_norm=1e9) as opt:
+        for _ in range(3):
+            net(inputs).sum().backward()
+            wait(opt)
+            opt.step()
+        numbers = opt.stats()
+        assert numbers["speculation_num_kept"] == numbers["speculation_num_early"] > 0
+        before = [p.detach().clone() for p in net.parameters()]
+        (net(inputs).sum() * float("inf")).backward()
+        wait(opt)
+        opt.step()
+        assert opt.step_skipped
+        for mine, kept in zip(net.parameters(), before, strict=True):
+            assert torch.equal(mine, kept)
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
