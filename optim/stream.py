@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -389,10 +390,15 @@ class GradientStream:
 
 
 def _hook(this: weakref.ref[GradientStream], index: int) -> Callable[[torch.Tensor], None]:
+    pid = os.getpid()
+
     def take(param: torch.Tensor) -> None:
         stream = this()
-        if stream is not None:
+        if stream is not None and os.getpid() == pid:
             stream.take_arrived(index, param)
+        elif isinstance(param.grad, StreamedGradient):
+            # The optimizer was dropped, or is the parent's: the gradient is autograd's again.
+            param.grad = param.grad.arrived
 
     return take
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 
@@ -321,6 +322,28 @@ def test_hooks_do_not_keep_an_optimizer_alive():
     del opt
     gc.collect()
     assert stream() is None
+
+
+def test_a_dropped_optimizer_leaves_gradients_to_autograd():
+    param = torch.nn.Parameter(torch.zeros(3))
+    opt = AdamW([param], gradients="stream")
+    param.sum().backward()
+    del opt
+    gc.collect()
+    (param * 2).sum().backward()
+    assert torch.equal(param.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_keeps_its_gradients():
+    """The parent's memory is not there: touching it would end the child."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    with AdamW([param], gradients="stream"):
+        child = os.fork()
+        if not child:
+            param.sum().backward()
+            os._exit(0 if type(param.grad) is torch.Tensor else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_parameters_added_later_are_streamed_too():
