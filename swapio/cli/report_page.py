@@ -19,12 +19,14 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);margin:2rem auto;
 max-width:1080px;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .5rem}
-p,figcaption{color:var(--dim);margin:.3rem 0}figure{margin:0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(220px,1fr));gap:.7rem;
+p,figcaption{color:var(--dim);margin:.3rem 0}figure{margin:0;
+overflow-x:auto}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.7rem;
 margin:1.2rem 0}
 .tile{background:var(--card);border-radius:8px;padding:.7rem .9rem}
 .tile b{display:block;font-size:1.35rem}.tile span{color:var(--dim);font-size:.85rem}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--fg);font:12px system-ui,sans-serif}
+svg{width:100%;min-width:40rem;height:auto;display:block}
+svg text{fill:var(--fg);font:12px system-ui,sans-serif}
 svg text.dim{fill:var(--dim)}svg .axis{stroke:var(--line)}svg .bed{fill:var(--card)}
 table{border-collapse:collapse;font-size:.9rem}td{padding:.15rem 1.2rem .15rem 0;
 border-bottom:1px solid var(--line)}td:last-child{text-align:right;padding-right:0;
