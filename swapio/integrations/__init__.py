@@ -5,6 +5,6 @@
     swapio.integrations.dcp          torch.distributed.checkpoint: loads that stream into the slots
     swapio.integrations.deepspeed    DeepSpeed's async_io, pin_memory and cpu_adam, on swapio
 
-transformers' Trainer, Lightning, FSDP2 and torch's own tools need no adapter: swapio's optimizers are
-torch optimizers. `examples/` has one script for each, and the tests run them.
+transformers' Trainer, Lightning, FSDP2 and torch's own tools need no adapter: swapio's optimizers
+are torch optimizers. `examples/` has one script for each, and the tests run them.
 """
