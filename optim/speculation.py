@@ -280,6 +280,10 @@ class Speculation:
         self.stats.num_kept += len(kept)
         return {one.packed.key for one in kept}
 
+    def forget_memory(self) -> None:
+        """Give back what images have taken over from the swapper, which is about to be replaced."""
+        self._stepper.forget_memory()
+
     def close(self) -> None:
         """Undo what is in flight, end the worker and give memory back."""
         with self._lock:

@@ -96,13 +96,17 @@ class Images:
                 self._exchanged.setdefault(layout, []).append(buffer)
         image.state = image.weights = None
 
-    def close(self) -> None:
-        """Give everything back. Buffers that the swapper still has keep their mapping."""
+    def forget(self) -> None:
+        """Release all buffers that wait for the next image, the swapper's former ones too."""
         with self._lock:
             for waiting in self._exchanged.values():
                 for buffer in waiting:
                     buffer.lease.release()
             self._exchanged.clear()
+
+    def close(self) -> None:
+        """Give everything back. Buffers that the swapper still has keep their mapping."""
+        self.forget()
         self._pool.close(force=True)
 
 

@@ -142,6 +142,11 @@ class EarlySteps(Durable):
         self._source.stream.on_arrival = self._early.arrived
         self._source.stream.on_drop = self._early.dropped
 
+    def _reopen(self, *, resume: bool) -> None:
+        if self._early is not None:
+            self._early.forget_memory()
+        super()._reopen(resume=resume)
+
     def _follow_table(self) -> None:
         if self._source.stream is not None:
             self._source.stream.attach()

@@ -220,6 +220,10 @@ class EarlyStepper:
             self._weights.publish(self._on_device.of(packed), runs(units, one.rows))
         self._images.give_back(one.image, replaced)
 
+    def forget_memory(self) -> None:
+        """Give back the swapper's memory that images have taken over."""
+        self._images.forget()
+
     def close(self) -> None:
         """Give the memory back."""
         self._images.close()

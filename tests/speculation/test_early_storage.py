@@ -165,7 +165,7 @@ def test_close_and_looking_in_mid_flight(tmp_path):
     run.opt.close()
 
 
-def test_recovery_forgets_early_steps(tmp_path):
+def test_recovery_forgets_early_steps(tmp_path, caplog):
     run = Run("always", swap={"path": tmp_path, **STORED, "durability": "step"})
     for step in range(3):
         run.model(batch(step)).backward()
@@ -176,6 +176,7 @@ def test_recovery_forgets_early_steps(tmp_path):
     run.model(batch(3)).backward()
     wait(run.opt)
     assert run.opt.recover() == 3
+    assert "opening storage" not in caplog.text  # nothing was left of the old swapper's memory
     found = [p.detach() for n, p in run.model.named_parameters() if n != "unused"]
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
