@@ -288,26 +288,26 @@ class BucketCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients joined for one reduce-scatter, each parameter cut into one piece a rank.
+    """Gradients joined for one reduce-scatter, each parameter cut into one shard a rank.
 
-    The send buffer is rank-major: `world_size` rows of `shard_numel` elements. Row r holds rank
-    r's piece of every parameter of the bucket, each padded to the same length on every rank, so
-    that what reduce-scatter returns to r is its row. An all-gather of rows is the same in reverse.
+    The send buffer is rank-major: `world_size` rows of `shard_numel` elements. Row r holds a piece
+    of rank r's shard of every parameter of the bucket, each padded to the same length on every
+    rank, so that what reduce-scatter returns to r is its row. An all-gather of rows is the same in
+    reverse. A piece is the whole shard, unless the parameter is larger than a bucket.
 
     Attributes:
         param_indices: The parameters in it, in the order of their pieces.
         numels: Elements of each of them.
         world_size: Number of ranks.
+        firsts: First element of each piece, within its shard.
+        piece_numels: Padded elements of each piece, the same on every rank.
     """
 
     param_indices: tuple[int, ...]
     numels: tuple[int, ...]
     world_size: int
-
-    @property
-    def piece_numels(self) -> tuple[int, ...]:
-        """Padded elements of each parameter's piece, the same on every rank."""
-        return tuple(-(-numel // self.world_size) for numel in self.numels)
+    firsts: tuple[int, ...]
+    piece_numels: tuple[int, ...]
 
     @property
     def piece_offsets(self) -> tuple[int, ...]:
@@ -330,25 +330,32 @@ class Bucket:
         Args:
             rank: Only the pieces that this rank owns; None for all of them.
         """
-        ranks = range(self.world_size) if rank is None else (rank,)
-        for row in ranks:
-            for index, numel, offset in zip(
-                self.param_indices, self.numels, self.piece_offsets, strict=True
-            ):
-                start, stop, _ = shard_bounds(numel, self.world_size, row)
-                if start < stop:
-                    where = row * self.shard_numel + offset
-                    yield BucketCopy(index, start, where, stop - start)
+        for row, at, start, stop, index in self._places(rank):
+            if start < stop:
+                yield BucketCopy(index, start, row * self.shard_numel + at, stop - start)
 
     def padding(self) -> Iterator[tuple[int, int]]:
         """Yield (bucket offset, elements) of each run that belongs to no parameter."""
-        for row in range(self.world_size):
-            for numel, piece, offset in zip(
-                self.numels, self.piece_numels, self.piece_offsets, strict=True
-            ):
-                owned = shard_bounds(numel, self.world_size, row).numel
-                if owned < piece:
-                    yield row * self.shard_numel + offset + owned, piece - owned
+        places = zip(self._places(None), self.piece_numels * self.world_size, strict=True)
+        for (row, at, start, stop, _), piece in places:
+            if stop - start < piece:
+                yield row * self.shard_numel + at + stop - start, piece - (stop - start)
+
+    def _places(self, rank: int | None) -> Iterator[tuple[int, int, int, int, int]]:
+        """(row, offset in it, first and last element of the parameter, its index) of each piece."""
+        ranks = range(self.world_size) if rank is None else (rank,)
+        columns = (
+            self.param_indices,
+            self.numels,
+            self.piece_offsets,
+            self.firsts,
+            self.piece_numels,
+        )
+        for row in ranks:
+            for index, numel, at, first, piece in zip(*columns, strict=True):
+                start, stop, _ = shard_bounds(numel, self.world_size, row)
+                low, high = min(start + first, stop), min(start + first + piece, stop)
+                yield row, at, low, high, index
 
 
 def plan_buckets(
@@ -363,8 +370,8 @@ def plan_buckets(
     Args:
         numels: Elements of each parameter; those with none are in no bucket.
         world_size: Number of ranks.
-        bucket_numel: Most elements of a send buffer, padding included. A parameter that is larger
-            has a bucket of its own.
+        bucket_numel: Most elements of a send buffer, padding included; but a row has at least one
+            element. A larger parameter is cut into pieces with buckets of their own.
         order: Indices in the order in which gradients arrive; reverse order when None, as backward
             reaches the last parameters first. Must be the same on every rank.
 
@@ -376,24 +383,31 @@ def plan_buckets(
     sequence = list(reversed(range(len(numels)))) if order is None else list(order)
     if sorted(sequence) != list(range(len(numels))):
         raise ConfigError(f"order must name each of the {len(numels)} parameters once")
+    row_numel = max(1, bucket_numel // world_size)
     buckets: list[Bucket] = []
-    members: list[int] = []
+    members: list[tuple[int, int, int]] = []
     filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if members:
+            indices, firsts, pieces = (tuple(column) for column in zip(*members, strict=True))
+            of_each = tuple(numels[index] for index in indices)
+            buckets.append(Bucket(indices, of_each, world_size, firsts, pieces))
+        members.clear()
+        filled = 0
+
     for index in sequence:
-        need = -(-numels[index] // world_size) * world_size
-        if members and need and filled + need > bucket_numel:
-            buckets.append(_bucket(members, numels, world_size))
-            members, filled = [], 0
-        if need:
-            members.append(index)
-            filled += need
-    if members:
-        buckets.append(_bucket(members, numels, world_size))
+        need = -(-numels[index] // world_size)
+        if filled + need > row_numel:
+            close()
+        for first, piece in cut_pieces(need, row_numel):
+            members.append((index, first, piece))
+            filled += piece
+            if piece < need and first + piece < need:
+                close()
+    close()
     return buckets
-
-
-def _bucket(members: Sequence[int], numels: Sequence[int], world_size: int) -> Bucket:
-    return Bucket(tuple(members), tuple(numels[index] for index in members), world_size)
 
 
 def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:

@@ -185,7 +185,7 @@ def test_buckets_cover_every_gradient_once_and_pad_the_rest(
     buckets = plan_buckets(numels, world_size, limit)
     found = []
     for bucket in buckets:
-        assert bucket.bucket_numel <= limit or len(bucket.param_indices) == 1
+        assert bucket.bucket_numel <= max(limit, world_size)
         cells = [0] * bucket.bucket_numel
         for copy in bucket.copies():
             found += [(copy.param_index, copy.param_offset + k) for k in range(copy.numel)]
@@ -206,13 +206,26 @@ def test_each_rank_receives_its_own_row(numels: list[int], world_size: int, limi
             for copy in bucket.copies(rank):
                 assert copy.bucket_offset in row
                 bounds = shard_bounds(numels[copy.param_index], world_size, rank)
-                assert (copy.param_offset, copy.numel) == (bounds.start, bounds.numel)
+                assert bounds.start <= copy.param_offset
+                assert copy.param_offset + copy.numel <= bounds.stop
 
 
 def test_buckets_follow_the_order_of_backward() -> None:
     assert [b.param_indices for b in plan_buckets([4, 4, 4], 2, 8)] == [(2, 1), (0,)]
     ordered = plan_buckets([4, 4, 4], 2, 8, order=[1, 0, 2])
     assert [b.param_indices for b in ordered] == [(1, 0), (2,)]
+
+
+def test_a_parameter_larger_than_a_bucket_is_cut() -> None:
+    buckets = plan_buckets([2, 21, 2], 2, 8)
+    assert [b.param_indices for b in buckets] == [(2,), (1,), (1,), (1, 0)]
+    assert [b.firsts for b in buckets] == [(0,), (0,), (4,), (8, 0)]
+    assert [tuple(c) for c in buckets[3].copies()] == [
+        (1, 8, 0, 3),
+        (0, 0, 3, 1),
+        (1, 19, 4, 2),
+        (0, 1, 7, 1),
+    ]
 
 
 def test_buckets_refuse_an_order_that_is_no_permutation() -> None:
