@@ -20,12 +20,15 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swapio.config import SwapConfig
 from swapio.errors import ClosedError, ConfigError, SwapioError, describe_error
 from swapio.optim import kernels
 from swapio.optim.context import StepContext
+from swapio.optim.gradients import Gradients
 from swapio.optim.interrupt import delayed_interrupt
 from swapio.optim.layout import PackedGroup
 from swapio.optim.report import about_run, describe, step_stats
@@ -98,7 +101,9 @@ class SwapOptimizer(EarlySteps):
         self.commit_payload = b""
         super().__init__(params, defaults)
         kernels.set_threads(self.config.resolve_cpu_threads(), self.config.cpu_affinity or ())
-        self._open_runtime(self._register_all(), resume=resume)
+        groups = self._register_all()
+        self._source.ranks = self._ranks
+        self._open_runtime(groups, resume=resume)
         try:
             self._open_ways()
         except BaseException:
@@ -112,6 +117,11 @@ class SwapOptimizer(EarlySteps):
     def update_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the parameters of one chunk in place; False if nothing was changed."""
         raise NotImplementedError
+
+    def sweep_keys(self, step: StepContext, done: set[str]) -> list[str]:
+        """Sub-groups that a step visits, but for those that are done."""
+        groups = self._layout.groups
+        return [key for key in groups if key not in done and step.touches(groups[key])]
 
     def sweep_order(self, keys: list[str]) -> list[str]:
         """Order in which sub-groups are stepped, and every second time in reverse."""
@@ -150,9 +160,8 @@ class SwapOptimizer(EarlySteps):
         return loss
 
     def _step(self) -> None:
-        if self._frozen:
-            self._thaw()
-        groups = self._group_index()
+        self._ranks.begin_step()
+        groups = self._ranks.together(self._prepare)
         began = time.perf_counter()
         with profiled("wait for gradients"):
             gradients = self._source.gather()
@@ -163,7 +172,8 @@ class SwapOptimizer(EarlySteps):
         self.step_skipped = not decision.take
         early, num_kept = self._take_early(), 0
         if decision.take:
-            step = StepContext(self, groups, self._counts, gradients, decision.scale)
+            scale = decision.scale
+            step = self._ranks.together(lambda: self._begin_update(groups, gradients, scale))
             num_kept = self._update(step, early)
         else:
             self._drop_early(early)
@@ -173,18 +183,12 @@ class SwapOptimizer(EarlySteps):
     def _update(self, step: StepContext, early: dict[str, EarlyStep]) -> int:
         """Step everything that has a gradient, and commit; return how many early steps counted."""
         self._agree_on_commits()
-        self._masters.begin_step(step)
         try:
-            if self._weights is not None:
-                self._weights.begin()
-            kept = self._keep_early(early, step)
-            self._sweep(step, kept)
-            if self._weights is not None:
-                self._weights.end()
+            kept = self._ranks.together(lambda: self._sweep_all(step, early))
             self._counts = step.counts
-            params = self._table.tensors
-            changed = params if step.gradients.complete else [params[i] for i in step.indices]
-            torch.autograd.graph.increment_version(changed)
+            infos = self._layout.infos
+            complete = step.gradients.complete
+            self._ranks.publish(infos if complete else [infos[i] for i in step.indices])
             self._num_steps += 1
             self._commit_step()
         except BaseException as error:
@@ -194,29 +198,57 @@ class SwapOptimizer(EarlySteps):
         self._masters.warn()
         return len(kept)
 
+    def _prepare(self) -> npt.NDArray[np.int64]:
+        """Make state for parameters that became trainable; return each parameter's group."""
+        if self._frozen:
+            self._thaw()
+        return self._group_index()
+
+    def _begin_update(
+        self, groups: npt.NDArray[np.int64], gradients: Gradients, scale: float
+    ) -> StepContext:
+        """Look at all settings and parameters of a step, before anything is changed."""
+        step = StepContext(self, groups, self._counts, gradients, scale)
+        self._masters.begin_step(step)
+        return step
+
+    def _sweep_all(self, step: StepContext, early: dict[str, EarlyStep]) -> set[str]:
+        """Step everything; return the sub-groups whose early steps counted."""
+        if self._weights is not None:
+            self._weights.begin()
+        kept = self._keep_early(early, step)
+        self._sweep(step, kept)
+        if self._weights is not None:
+            self._weights.end()
+        return kept
+
     def _sweep(self, step: StepContext, done: set[str]) -> None:
         """Stream the sub-groups that are not done yet through RAM; every second sweep backwards."""
         swapper = self._runtime.swapper
         self._snapshots.settle()
-        groups = self._layout.groups
-        keys = [key for key in groups if key not in done and step.touches(groups[key])]
-        keys = self.sweep_order(keys)
+        keys = self.sweep_order(self.sweep_keys(step, done))
         if self._num_steps % 2:
             keys.reverse()
-        swapper.set_order(keys)
+        groups = self._layout.groups
+        swapped = [key for key in keys if key in groups]
+        swapper.set_order(swapped)
         for key, following in zip_longest(keys, keys[1:]):
-            packed = self._layout.groups[key]
-            self._source.prefetch(packed)
-            if following is not None:
-                self._source.prefetch(self._layout.groups[following])
-            with self._source.loaded(packed, step.gradients), swapper.swap_in(key) as view:
-                for chunk in view.chunks():
-                    with self._stats.compute(), profiled("update"):
-                        changed = self._step_chunk(packed, chunk, step)
-                    if changed:
-                        chunk.mark_dirty()
+            for near in (key, following):
+                if near in groups:
+                    self._source.prefetch(groups[near])
+            self.sweep_group(key, step)
         # What has room in the buffers is read during the next forward and backward.
-        swapper.set_order(self._prepare_next(keys[::-1], done))
+        swapper.set_order(self._prepare_next(swapped[::-1], done))
+
+    def sweep_group(self, key: str, step: StepContext) -> None:
+        """Stream one sub-group through RAM."""
+        packed, swapper = self._layout.groups[key], self._runtime.swapper
+        with self._source.loaded(packed, step.gradients), swapper.swap_in(key) as view:
+            for chunk in view.chunks():
+                with self._stats.compute(), profiled("update"):
+                    changed = self._step_chunk(packed, chunk, step)
+                if changed:
+                    chunk.mark_dirty()
 
     def _step_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         if self._weights is None or not is_on_device(packed):
@@ -290,7 +322,7 @@ class SwapOptimizer(EarlySteps):
         """Numbers since construction: bytes, seconds, shares; docs/stats.md explains each name."""
         numbers = self._runtime.stats() | step_stats(self._runtime, self._stats)
         early = {} if self._early is None else self._early.stats.as_dict()
-        return numbers | early | {"num_steps": self._num_steps}
+        return numbers | early | self._ranks.stats() | {"num_steps": self._num_steps}
 
     @property
     def plan(self) -> Plan:
@@ -317,6 +349,7 @@ class SwapOptimizer(EarlySteps):
             name, counts = type(self).__name__, step_stats(self._runtime, self._stats)
             self._runtime.describe_in_trace(**about_run(name, self._layout, counts))
         self._runtime.close()
+        self._ranks.close()
 
     def __enter__(self) -> SwapOptimizer:
         """Return self."""

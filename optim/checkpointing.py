@@ -81,7 +81,7 @@ def contents_of(
     parameters = [
         _parameter_entry(layout, info, int(counts[info.index]), number_of) for info in layout.infos
     ]
-    name_of = {id(info.param): info.name for info in layout.infos}
+    name_of = {id(info.listed): info.name for info in layout.infos}
     plain = tuple(
         {
             "hyper": encode_group(group),
@@ -306,7 +306,7 @@ def match_groups(
 ) -> list[dict[str, Any] | None]:
     """Find the saved hyperparameters of each param group, by its first known parameter."""
     of_name = {name: entry["hyper"] for entry in saved for name in entry["params"]}
-    name_of = {id(info.param): info.name for info in infos}
+    name_of = {id(info.listed): info.name for info in infos}
     return [
         next(
             (of_name[n] for n in (name_of.get(id(p)) for p in group["params"]) if n in of_name),

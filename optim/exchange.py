@@ -38,7 +38,7 @@ def export_state(
     for info in infos:
         for name in optimizer.state_names(info.index):
             tensors[f"{info.name}.{name}"] = _source(optimizer, info, name)
-    name_of = {id(info.param): info.name for info in infos}
+    name_of = {id(info.listed): info.name for info in infos}
     groups = [
         {
             "hyper": encode_group(group),
@@ -96,7 +96,7 @@ def import_state(
         for entry in json.loads(metadata["param_groups"])
         for name in entry["params"]
     }
-    name_of = {id(info.param): info.name for info in infos}
+    name_of = {id(info.listed): info.name for info in infos}
     for group in groups:
         names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
         hyper = next((hyper_of[name] for name in names if name in hyper_of), None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,9 +62,11 @@ class ParameterInfo:
     Attributes:
         index: Position over all param groups, in the order in which they were added.
         given_name: The user's name for it, or its position among all that were listed.
-        param: The tensor itself.
+        param: The tensor that is stepped.
         bucket: What it may be packed with.
         part: Which elements of the whole parameter the tensor has; None: all, it is the whole.
+        whole_param: What the user listed, if the tensor is a part of that.
+        largest: Most elements that any rank steps of it; None: as many as here.
     """
 
     index: int
@@ -72,6 +74,13 @@ class ParameterInfo:
     param: torch.Tensor
     bucket: Bucket
     part: Placement | None = None
+    whole_param: torch.Tensor | None = None
+    largest: int | None = None
+
+    @property
+    def listed(self) -> torch.Tensor:
+        """The tensor that the user listed, where that is another one than is stepped."""
+        return self.param if self.whole_param is None else self.whole_param
 
     @property
     def place(self) -> Placement:
@@ -205,6 +214,34 @@ class UnitTable:
         return slice(int(lo), int(hi))
 
 
+_Cut = tuple[Sequence[int], Sequence[Fragment]]
+
+
+def _cut_anywhere(members: Sequence[ParameterInfo], sub_group_numel: int) -> Iterator[_Cut]:
+    """Fragments of each sub-group; parameters are cut where it is full."""
+    known: dict[int, int] = {}
+    numels = [known.setdefault(n, n) for n in (info.param.numel() for info in members)]
+    for plan in iter_pack(numels, sub_group_numel):
+        yield (), plan.fragments
+
+
+def _cut_whole(members: Sequence[ParameterInfo], sub_group_numel: int) -> Iterator[_Cut]:
+    """Members and fragments of each sub-group; no parameter is cut.
+
+    The same members on every rank, whatever each has of them.
+    """
+    largest = [info.param.numel() if info.largest is None else info.largest for info in members]
+    for plan in pack_whole(largest, sub_group_numel):
+        inside = [fragment.param_index for fragment in plan.fragments]
+        fragments, position = [], 0
+        for at in inside:
+            numel = members[at].param.numel()
+            if numel:
+                fragments.append(Fragment(at, 0, position, numel))
+            position += numel
+        yield inside, fragments
+
+
 def _cut(start: int, numel: int) -> list[tuple[int, int]]:
     """Cut a fragment at multiples of UNIT_NUMEL of the sub-group: (offset, numel) pairs."""
     cuts = []
@@ -225,6 +262,18 @@ class PackedGroup(NamedTuple):
     units: UnitTable
 
 
+class Pack(NamedTuple):
+    """Parameters that are stepped together on all ranks that share them.
+
+    Attributes:
+        indices: The parameters, the same on every rank.
+        key: The sub-group that has them here; None if this rank has no element of them.
+    """
+
+    indices: tuple[int, ...]
+    key: str | None
+
+
 class Span(NamedTuple):
     """A run of one parameter's elements inside one sub-group."""
 
@@ -239,11 +288,17 @@ class Layout:
 
     Memory: a few numpy columns for each unit, no Python object per fragment, because models with
     a hundred thousand small parameters exist.
+
+    Attributes:
+        infos: All parameters.
+        groups: The sub-groups by key.
+        packs: What is in each sub-group of whole parameters.
     """
 
     def __init__(self) -> None:
         self.infos: list[ParameterInfo] = []
         self.groups: dict[str, PackedGroup] = {}
+        self.packs: list[Pack] = []
         self._by_bucket: dict[Bucket, list[str]] = {}
 
     def add(self, infos: Sequence[ParameterInfo], sub_group_numel: int) -> list[PackedGroup]:
@@ -256,13 +311,16 @@ class Layout:
         for bucket, members in buckets.items():
             known = self._by_bucket.setdefault(bucket, [])
             indices = [info.index for info in members]
-            known_numels: dict[int, int] = {}
-            numels = [known_numels.setdefault(n, n) for n in (i.param.numel() for i in members)]
-            cut = pack_whole if bucket.is_whole else iter_pack
-            for plan in cut(numels, sub_group_numel):
+            cut = _cut_whole if bucket.is_whole else _cut_anywhere
+            for inside, fragments in cut(members, sub_group_numel):
+                numel = sum(fragment.numel for fragment in fragments)
                 key = f"{self._bucket_name(bucket)}-{len(known):05d}"
-                units = UnitTable(plan.fragments, indices)
-                self.groups[key] = PackedGroup(key, bucket, plan.numel, units)
+                if bucket.is_whole:
+                    pack = tuple(indices[at] for at in inside)
+                    self.packs.append(Pack(pack, key if numel else None))
+                if not numel:
+                    continue
+                self.groups[key] = PackedGroup(key, bucket, numel, UnitTable(fragments, indices))
                 new.append(self.groups[key])
                 known.append(key)
         return new
@@ -273,6 +331,7 @@ class Layout:
             del self.groups[packed.key]
             self._by_bucket[packed.bucket].remove(packed.key)
         del self.infos[num_infos:]
+        self.packs = [pack for pack in self.packs if pack.indices[0] < num_infos]
 
     def spans(self, index: int) -> list[Span]:
         """The runs of parameter `index`, in ascending order of their offset in it."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from swapio.errors import ConfigError
-from swapio.optim.adamw import AdamRuleMixin, check_adam_group, fill_adam_hyper
+from swapio.optim.adamw import check_adam_group, fill_adam_hyper
 from swapio.optim.base import SwapSetting
 from swapio.optim.context import StepContext
 from swapio.optim.layout import MUON_RULE, Bucket, MasterForm, PackedGroup, ParameterInfo
@@ -38,6 +38,7 @@ from swapio.optim.muon_settings import (
     route_of,
     use_muon,
 )
+from swapio.optim.muon_sharded import ShardedMuonMixin
 from swapio.optim.muon_update import (
     MASTER_RECORDS,
     MatrixStep,
@@ -65,7 +66,7 @@ from swapio.views import Chunk
 _NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Muon(AdamRuleMixin):
+class Muon(ShardedMuonMixin):
     """Muon for matrices and AdamW for the rest; state may live on storage.
 
     A group with `use_muon=False` (or `algorithm="adamw"`) is stepped by AdamW, on the same kernels
@@ -251,7 +252,7 @@ class Muon(AdamRuleMixin):
             layout = self._matrices.get(index)
             if layout is None:  # AdamW's, or without elements
                 continue
-            if layout_of(info.name, info.param, group) != layout:
+            if layout_of(info.name, info.listed, group) != layout:
                 raise ConfigError(
                     f"parameter {info.name} was laid out as {layout.num_matrices} matrices of "
                     f"{layout.rows}x{layout.cols}; num_heads and muon_view cannot change later"
@@ -276,7 +277,16 @@ class Muon(AdamRuleMixin):
 
     def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
         """What all sub-groups requested so far need, the largest matrix decides."""
-        return self._need.nbytes
+        if not self.is_sharded:
+            return self._need.nbytes
+        for info in self._layout.infos:  # also those of which only other ranks have elements
+            if info.bucket.rule == MUON_RULE and info.index not in self._matrices:
+                self._note_matrices(info)
+        self._name_packs()
+        exchange = self._exchange
+        members = self._members.values() if exchange is not None else ()
+        staged = 0 if exchange is None else exchange.staging_bytes(list(members))
+        return self._need.nbytes + staged
 
     def sweep_order(self, keys: list[str]) -> list[str]:
         """AdamW's sub-groups evenly between Muon's, whose Newton-Schulz hides all I/O."""
@@ -294,15 +304,19 @@ class Muon(AdamRuleMixin):
         request = super()._request(packed)
         if packed.bucket.rule != MUON_RULE:
             return request
-        flops = 0.0
-        for index in dict.fromkeys(packed.units.param.tolist()):
-            info = self._layout.infos[index]
-            layout, group = self._listed_matrices[id(info.param)]
-            self._matrices[index] = layout
-            self._need |= self._need_of(info, layout, group)
-            flops += newton_schulz_flops(layout.shape, group["ns_coefficients"], group["ns_steps"])
+        indices = dict.fromkeys(packed.units.param.tolist())
+        flops = sum(self._note_matrices(self._layout.infos[index]) for index in indices)
         self._costs[packed.key] = flops
         return dataclasses.replace(request, streamed=False)
+
+    def _note_matrices(self, info: ParameterInfo) -> float:
+        """Note what the matrices of a parameter need; return the cost of their Newton-Schulz."""
+        layout, group = self._listed_matrices[id(info.listed)]
+        self._matrices[info.index] = layout
+        self._need |= self._need_of(info, layout, group)
+        if self.is_sharded and layout.numel:
+            self._add_member(info, layout, group)
+        return newton_schulz_flops(layout.shape, group["ns_coefficients"], group["ns_steps"])
 
     def _need_of(
         self, info: ParameterInfo, layout: MatrixLayout, group: dict[str, Any]
@@ -310,10 +324,10 @@ class Muon(AdamRuleMixin):
         return scratch_need(
             layout,
             group,
-            is_contiguous=info.param.is_contiguous(),
+            is_contiguous=info.param.is_contiguous() or self.is_sharded,
             joins=joins_master(info),
             ns_dtype=self._ns_dtype,
-            on_device=info.bucket.device != "cpu",
+            on_device=info.bucket.device != "cpu" and not self.is_sharded,
         )
 
     def _enlarge(self, infos: Sequence[ParameterInfo]) -> None:
@@ -328,6 +342,8 @@ class Muon(AdamRuleMixin):
 
     def _reserve(self) -> None:
         """Have the scratch memory that is needed by now."""
+        if self._exchange is not None:
+            self._exchange.reserve(list(self._members.values()))
         if self._scratch.need == self._need:
             return
         self._close_scratch()
@@ -350,6 +366,8 @@ class Muon(AdamRuleMixin):
         """Step the parameters of one chunk in place; a chunk of Muon is a whole sub-group."""
         if packed.bucket.rule != MUON_RULE:
             return self.adam_update(packed, chunk, step)
+        if self.is_sharded:
+            return self._update_shards(packed, chunk, step)
         units = packed.units
         rows = np.flatnonzero(step.gradients.present[units.param])
         if not len(rows):
@@ -422,7 +440,7 @@ class Muon(AdamRuleMixin):
             heads, view = group.get("num_heads", 1), group.get("muon_view", "auto")
             algorithm = "muon" if info.bucket.rule == MUON_RULE else "adamw"
             reason = f"use_muon={group['use_muon']}" + (f", {heads} heads" if heads > 1 else "")
-            shape = tuple(info.param.shape)
+            shape = tuple(info.listed.shape)
             found.append(Route(info.name, shape, algorithm, layout, view, heads, reason))
         return found
 
@@ -432,10 +450,18 @@ class Muon(AdamRuleMixin):
 
     def stats(self) -> dict[str, Any]:
         """As SwapOptimizer.stats, and `num_newton_schulz`: matrices orthogonalised so far."""
-        return {**super().stats(), "num_newton_schulz": self._num_newton_schulz}
+        if self._exchange is None:
+            return {**super().stats(), "num_newton_schulz": self._num_newton_schulz}
+        return {
+            **super().stats(),
+            "num_newton_schulz": self._exchange.num_matrices,
+            "exchange_peak_bytes": self._exchange.peak_bytes,
+        }
 
     def close(self) -> None:
         """Wait for transfers, give up memory and files. Idempotent."""
         super().close()
         if self._closed:
             self._close_scratch()
+            if self._exchange is not None:
+                self._exchange.close()

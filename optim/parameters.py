@@ -33,7 +33,7 @@ class ParameterTable:
 
     Attributes:
         infos: What is known of each parameter; the list of the Layout itself.
-        tensors: The parameters themselves.
+        tensors: What is stepped of them: as a rule the parameters themselves.
         shapes: Their shapes.
         numels: Their numbers of elements (int64).
         is_contiguous: Whether all of them are.
@@ -81,7 +81,7 @@ class ParameterTable:
         self.numels = np.fromiter(map(torch.Tensor.numel, self.tensors), np.int64, count)
         self._address = np.fromiter(map(_data_ptr, self.tensors), np.uint64, count)
         self.is_contiguous = not self._strides
-        ids = np.fromiter(map(id, self.tensors), np.int64, count)
+        ids = np.fromiter((id(info.listed) for info in self.infos), np.int64, count)
         self._order = np.argsort(ids)
         self._ids = ids[self._order]
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio.checkpoint.agreement import Agreement, Alone
 from swapio.checkpoint.placement import Placement
 from swapio.config import SwapConfig
 from swapio.errors import ConfigError
@@ -33,6 +34,7 @@ from swapio.optim.layout import (
 )
 from swapio.optim.masters import Masters
 from swapio.optim.parameters import ParameterTable
+from swapio.optim.ranks import Ranks, find_ranks
 from swapio.residency import ResidencyRules
 from swapio.runtime import GroupRequest, SwapRuntime
 from swapio.subgroup import RecordSpec
@@ -50,6 +52,8 @@ class Registration(torch.optim.Optimizer):
     """The part of SwapOptimizer that follows its param groups."""
 
     config: SwapConfig
+    _ranks: Ranks = Ranks()
+    _agreement: Agreement = Alone()  # the ranks that keep this state together
     _runtime: SwapRuntime
     _masters: Masters
 
@@ -71,6 +75,9 @@ class Registration(torch.optim.Optimizer):
 
     def _register_all(self) -> list[PackedGroup]:
         """Pack the trainable parameters of all groups."""
+        if type(self._ranks) is Ranks:
+            self._ranks = find_ranks(p for group in self.param_groups for p in group["params"])
+        self._agreement = self._ranks.agreement or self._agreement
         infos = self._trainable(m for group in self.param_groups for m in self._listed(group))
         self._table.check(infos)
         new = self._layout.add(infos, self.config.sub_group_numel)
@@ -161,14 +168,19 @@ class Registration(torch.optim.Optimizer):
         for member in members:
             if member.param.requires_grad:
                 index = len(self._layout.infos) + len(infos)
-                if index == member.name:
-                    index = member.name  # one object for both
-                part = self.placement_of(text(member.name), member.param)
-                bucket = self._bucket(member)
-                infos.append(ParameterInfo(index, member.name, member.param, bucket, part))
+                infos.append(self._describe(index, member))
             else:
                 self._frozen.append(member)
         return infos
+
+    def _describe(self, index: int, member: Listed) -> ParameterInfo:
+        bucket = self._bucket(member)
+        param, part = self._ranks.local(text(member.name), member.param)
+        part = part or self.placement_of(text(member.name), member.param)
+        whole = None if param is member.param else member.param
+        name = index if index == member.name else member.name  # one object for both
+        largest = self._ranks.largest_numel(member.param)
+        return ParameterInfo(index, name, param, bucket, part, whole, largest)
 
     def _thaw(self) -> None:
         """Register frozen parameters that became trainable."""

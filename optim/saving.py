@@ -26,7 +26,7 @@ from swapio.checkpoint import (
     read_manifest,
     start_save,
 )
-from swapio.checkpoint.agreement import Agreement, Alone, together
+from swapio.checkpoint.agreement import together
 from swapio.checkpoint.manifest import ParameterEntry
 from swapio.checkpoint.reader import dtype_of
 from swapio.errors import CheckpointError, SwapioError
@@ -60,7 +60,6 @@ class Saving(StateAccess):
     """The part of SwapOptimizer that saves and loads."""
 
     commit_payload: bytes
-    _agreement: Agreement = Alone()  # the ranks that keep this optimizer's state together
     _num_steps: int
 
     def _commit_step(self) -> None:

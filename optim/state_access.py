@@ -30,7 +30,7 @@ class StateAccess(Registration):
     def parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of all groups, in order."""
         for info in self._layout.infos:
-            yield info.param
+            yield info.listed
 
     def parameter_index(self, param: torch.Tensor) -> int:
         """Position of a parameter; raises KeyError if it is not one of this optimizer's."""
@@ -134,7 +134,8 @@ class StateAccess(Registration):
                 continue
             index = self.parameter_index(param)
             count_of = torch.tensor(float(self._counts[index]))
-            found = tensors[index] if param.numel() else self.state_of(param)
+            has_elements = self._layout.infos[index].param.numel() > 0
+            found = tensors[index] if has_elements else self.state_of(param)
             found = {name: self.to_outer(index, v) for name, v in found.items() if name != "step"}
             state[position] = {"step": count_of, **found}
         result: dict[str, Any] = {"state": state, "param_groups": packed}
@@ -190,6 +191,9 @@ class StateAccess(Registration):
         info = self._layout.infos[index]
         if info.part is None:
             return value
+        outer = self._ranks.outer(info, value)
+        if outer is not None:
+            return outer
         raise SwapStateError(
             f"state_dict() has no form for {info.name}, of which this rank has a part only: use "
             "save(dir) and load(dir), which take any number of ranks"

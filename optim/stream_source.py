@@ -30,6 +30,7 @@ from swapio.optim.gradients import (
 )
 from swapio.optim.layout import PackedGroup
 from swapio.optim.parameters import ParameterTable
+from swapio.optim.ranks import Ranks
 from swapio.optim.stream import GradientStream
 
 GRADIENT_MODES = ("keep", "stream")
@@ -47,7 +48,7 @@ class GradientSource:
         stream: Takes gradients during backward; None leaves them in `p.grad`.
         max_grad_norm: The limit of every step, or None.
         scale_to_come: Gives the loss scale that the next step will be told; a loss scaler's.
-        reduce: Turns the sum of squares of this process into that of all.
+        ranks: The processes that share the optimizer.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class GradientSource:
         self._loss_scale: float | None = None
         self.stream: GradientStream | None = None
         self.max_grad_norm: float | None = None
-        self.reduce: Callable[[float], float] = _same
         self.scale_to_come: Callable[[], float | None] | None = None
+        self.ranks = Ranks()
 
     @property
     def nonfinite(self) -> str:
@@ -96,14 +97,19 @@ class GradientSource:
 
     def gather(self) -> Gradients:
         """The gradients of the step; blocks until they are in RAM."""
+        return self.ranks.together(self._gather)
+
+    def _gather(self) -> Gradients:
+        if self.ranks.gather is not None:
+            return self.ranks.gather(self._table)
         return collect(self._table) if self.stream is None else self.stream.gather()
 
     def square_sum(self, gradients: Gradients) -> float:
         """The sum of the squares of all gradients as they are, over all processes."""
         if self.stream is None:
-            return self.reduce(square_sum(self._table, gradients))
+            return self.ranks.total(square_sum(self._table, self.ranks.counted(gradients)))
         sums = self.stream.square_sums(gradients.present)
-        return self.reduce(float(np.cumsum(sums)[-1]) if len(sums) else 0.0)
+        return self.ranks.total(float(np.cumsum(sums)[-1]) if len(sums) else 0.0)
 
     def decide(self, gradients: Gradients) -> Decision:
         """Decide on the step; see `gradients.decide`."""
@@ -163,7 +169,3 @@ class GradientSource:
             return first_nonfinite(self._table.infos)
         bad = np.flatnonzero(~np.isfinite(self.stream.square_sums(gradients.present)))
         return self._table.infos[bad[0]].name if len(bad) else OVERFLOWED
-
-
-def _same(total: float) -> float:
-    return total

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of the ZeRO tests run; see RankPool."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from support.training import swap_of
+from support.zero_training import Bank, groups_of, make, train
+from swapio.errors import ConfigError, SwapioError
+from swapio.optim import AdamW, Muon, ZeroOptimizer
+from swapio.optim.zero.comm import Comm
+
+
+def tight(build, mode, folder):
+    """Build with the least host_memory that does, so that state is really swapped."""
+    if mode == "ram":
+        return build(None)
+    try:
+        return build(swap_of(mode, folder, host_memory=1 << 20, sub_group_numel=1 << 16))
+    except ConfigError as error:
+        least = int(re.search(r"least that does is (\d+) bytes", str(error))[1])
+    return build(swap_of(mode, folder, host_memory=least, sub_group_numel=1 << 16))
+
+
+def run_stage(
+    rank,
+    group,
+    *,
+    stage,
+    shapes,
+    mode,
+    folder,
+    dtype=torch.float32,
+    settings=None,
+    zero=None,
+    training=None,
+    muon=False,
+):
+    """Train with ZeroOptimizer; return the parameters, state, counts and figures of this rank."""
+    params = make(shapes, dtype)
+    kind, named = (Muon if muon else AdamW), groups_of(params, muon=muon)
+    options = {"stage": stage, "process_group": group, "bucket_bytes": 1 << 17, **(zero or {})}
+
+    def build(swap):
+        groups = [{**g} for g in named] if muon else named
+        return ZeroOptimizer(groups, kind, **options, swap=swap, **(settings or {}))
+
+    with tight(build, mode, folder) as opt:
+        train(opt, params, rank, **training)
+        state = [opt.full_state_of(param) for param in params]
+        local = [next(v for v in opt.state_of(p).values() if v.dim()).numel() for p in params]
+        stats = opt.stats()
+        skipped = opt.step_skipped
+        planned = opt._ranks.planned_collectives()
+    return {
+        "params": [param.detach() for param in params],
+        "state": state,
+        "local": local,
+        "stats": stats,
+        "skipped": skipped,
+        "planned": planned,
+    }
+
+
+def run_fsdp(
+    rank, group, *, shapes, mode, folder, dtype=torch.float32, settings, training, muon=False
+):
+    """Train parameters that fully_shard has sharded, by the optimizer itself."""
+    model = Bank(make(shapes, dtype))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    params = list(model.params)
+
+    def build(swap):
+        if swap is not None:
+            swap["namespace"] = f"rank{rank}"
+        kind = Muon if muon else AdamW
+        return kind(groups_of(params, muon=muon), nonfinite="skip", swap=swap, **settings)
+
+    with tight(build, mode, folder) as opt:
+        train(opt, params, rank, model=model, **training)
+        stats, norm = opt.stats(), opt.grad_norm
+        known = opt.state_dict()
+        state = [
+            {k: v.full_tensor() if v.dim() else v for k, v in known["state"][at].items()}
+            for at in range(len(params))
+        ]
+        opt.load_state_dict(known)
+        again = [{k: v for k, v in opt.state_of(p).items() if v.dim()} for p in params]
+        kept = [
+            all(torch.equal(value, known["state"][at][k].to_local()) for k, value in s.items())
+            for at, s in enumerate(again)
+        ]
+    return {
+        "state": state,
+        "kept": kept,
+        "params": [param.full_tensor().detach() for param in params],
+        "local": [param.to_local().numel() for param in params],
+        "stats": stats,
+        "norm": norm,
+    }
+
+
+def break_one(rank, group, *, name, culprit, delay=0.0):
+    """Fail (or be late) in one collective of a given name on one rank; return what was raised."""
+    comm = Comm(group)
+
+    def before(what):
+        if what == name and rank == culprit:
+            if not delay:
+                raise OSError(5, "injected")
+            time.sleep(delay)
+
+    comm.before = before
+    error = None
+    try:
+        rows = torch.arange(float(4 * comm.world_size))
+        for _ in range(3):
+            comm.exchange(1.0)
+            comm.gather("x" * rank)
+            comm.all_reduce(torch.ones(4)).wait()
+            comm.reduce_scatter(torch.empty(4), rows, torch.empty_like(rows)).wait()
+            comm.all_gather(torch.empty_like(rows), torch.ones(4)).wait()
+            sizes = [1] * comm.world_size
+            comm.all_to_all(torch.empty(len(sizes)), torch.ones(len(sizes)), sizes, sizes).wait()
+            comm.broadcast(torch.ones(3)).wait()
+    except SwapioError as failure:
+        error = str(failure)
+    comm.close()
+    return error

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small trainings for ZeRO: every rank's gradients are seeded, so that one process can redo them.
+
+The loss of a micro-batch is the sum of each parameter times a seeded tensor, which is therefore
+exactly its gradient, of full rank, and arrives by a real backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+def gradient(shape, step, micro, rank, index, *, scale=1.0):
+    """The gradient of one parameter on one rank in one micro-batch."""
+    seed = ((step * 10 + micro) * 10 + rank) * 1000 + index
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * scale
+
+
+def make(shapes, dtype=torch.float32, seed=0):
+    """Seeded parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def groups_of(params, *, muon):
+    """Named parameters; for Muon in two groups, matrices and the rest."""
+    named = [(f"p{i}", param) for i, param in enumerate(params)]
+    if not muon:
+        return named
+    matrices = [item for item in named if item[1].dim() == 2]
+    rest = [item for item in named if item[1].dim() != 2]
+    return [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+
+
+def rank_gradients(params, step, micro, rank, *, unused=(), overflow=()):
+    """Gradients of one rank; None for (step, rank, index) in `unused`, inf for `overflow`."""
+    found = []
+    for index, param in enumerate(params):
+        if (step, rank, index) in unused:
+            found.append(None)
+            continue
+        value = gradient(param.shape, step, micro, rank, index)
+        if param.dtype is not torch.float32:
+            # Small whole numbers: their averages have no more bits than the parameter's dtype.
+            value = (6 * value).round().clamp(-16, 16).to(param.dtype)
+        if (step, rank, index) in overflow:
+            value.view(-1)[-1] = float("inf")
+        found.append(value)
+    return found
+
+
+def backward(params, grads):
+    """A backward pass that gives each parameter its gradient."""
+    terms = [(p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None]
+    if terms:
+        torch.stack([term.float() for term in terms]).sum().backward()
+
+
+class Bank(torch.nn.Module):
+    """A module whose loss gives each of its parameters the gradient that it is handed."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.params = torch.nn.ParameterList(params)
+
+    def forward(self, grads):
+        """The loss of one micro-batch."""
+        pairs = zip(self.params, grads, strict=True)
+        return torch.stack([(p * g).sum().float() for p, g in pairs if g is not None]).sum()
+
+
+def train(
+    opt, params, rank, *, steps, first=1, micros=1, clip_on=(), max_norm=1.0, model=None, **faults
+):
+    """Train one rank; clipping by the optimizer's setting on the steps in `clip_on`."""
+    no_sync = getattr(opt, "no_sync", contextlib.nullcontext)
+    for step in range(first, first + steps):
+        opt.max_grad_norm = max_norm if step in clip_on else None
+        for micro in range(micros):
+            grads = rank_gradients(params, step, micro, rank, **faults)
+            last = micro == micros - 1
+            with contextlib.nullcontext() if last else no_sync():
+                if model is None:
+                    backward(params, grads)
+                else:
+                    model(grads).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def averaged(params, world_size, step, micros, **faults):
+    """What all ranks' micro-batches average to: sums in order of ranks, then one multiplication."""
+    total = [None] * len(params)
+    for rank in range(world_size):
+        mine = [None] * len(params)
+        for micro in range(micros):
+            for index, grad in enumerate(rank_gradients(params, step, micro, rank, **faults)):
+                if grad is not None:
+                    mine[index] = grad if mine[index] is None else mine[index] + grad
+        for index, grad in enumerate(mine):
+            if grad is not None:
+                grad = grad.float()
+                total[index] = grad if total[index] is None else total[index] + grad
+    return [None if grad is None else grad * (1.0 / world_size) for grad in total]
+
+
+def train_alone(opt, params, world_size, *, steps, micros=1, clip_on=(), max_norm=1.0, **faults):
+    """The same training in one process, with the product's single-process optimizer."""
+    for step in range(1, steps + 1):
+        opt.max_grad_norm = max_norm if step in clip_on else None
+        found = averaged(params, world_size, step, micros, **faults)
+        for param, grad in zip(params, found, strict=True):
+            param.grad = None if grad is None else grad.to(param.dtype)
+        opt.step()
