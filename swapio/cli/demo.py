@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`swapio demo`: the same training twice, with optimizer state in RAM and on storage."""
+"""`swapio demo`: the same training twice, with optimizer state in RAM and on storage.
+
+Started by torchrun it trains on all ranks, with ZeroOptimizer; rank 0 does the talking.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ if TYPE_CHECKING:
     from swapio.demo.model import GPT
     from swapio.demo.observe import Device, Run
     from swapio.optim.base import SwapOptimizer
+    from swapio.optim.zero.comm import Comm
 
 WARMUP_STEPS = 10
 DEVICE_BYTES = 256 << 20
+ZERO_BUFFER_BYTES = 16 << 20
 DEVICE_SECONDS = 0.7
 
 
@@ -51,6 +56,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="adamw",
         help="muon steps the matrices of the blocks by Muon, and the rest by AdamW",
     )
+    add(
+        "--stage",
+        type=int,
+        choices=(1, 2),
+        default=None,
+        help="ZeRO stage of a run on several ranks (torchrun -m swapio demo --stage 2)",
+    )
     add("--lr", type=float, default=6e-4, help="peak learning rate")
     add("--seed", type=int, default=1, help="seed of model and data")
     add("--plot", metavar="FILE", default="swapio-demo.png", help="picture to write; '' for none")
@@ -60,15 +72,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train twice, compare, report; 0 if the runs are equal to the bit."""
+    """Train twice, compare, report; 0 if the runs are equal to the bit, on every rank."""
+    if args.stage is None:
+        return _run(args, None)
+    from swapio.optim.zero.comm import joined
+
+    with joined() as comm:
+        args.quiet |= comm.rank > 0
+        args.seed_of_data = args.seed + 1000 * comm.rank
+        args.world_size = comm.world_size
+        return _run(args, comm)
+
+
+def _run(args: argparse.Namespace, comm: Comm | None) -> int:
     from swapio.demo.data import load_text
-    from swapio.demo.report import differences, draw, summary, table
+    from swapio.demo.report import differences
 
     folder = _check(args)
     text, where = load_text(args.data)
     _say(args, f"text: {text.numel():,} bytes, {where}")
     with tempfile.TemporaryDirectory(prefix="swapio-demo-", dir=folder) as scratch:
-        device = _measure_device(args, Path(scratch))
+        device = _measure_device(args, Path(scratch), comm)
         swap = {
             "path": scratch,
             "host_memory": args.host_memory,
@@ -80,6 +104,17 @@ def run(args: argparse.Namespace) -> int:
             _train(args, text, "state on storage", swap, device),
         ]
     found = differences(*runs)
+    if comm is not None:
+        of_ranks = enumerate(comm.gather(found))
+        found = [f"rank {rank}: {text}" for rank, texts in of_ranks for text in texts]
+    if comm is None or comm.rank == 0:
+        _report(args, runs, device, found)
+    return 1 if found else 0
+
+
+def _report(args: argparse.Namespace, runs: list[Run], device: Device, found: list[str]) -> None:
+    from swapio.demo.report import draw, summary, table
+
     if args.json:
         figures: dict[str, Any] = {run.label: summary(run, device) for run in runs}
         print(json.dumps({**figures, "losses": runs[0].losses, "differences": found}))
@@ -90,7 +125,6 @@ def run(args: argparse.Namespace) -> int:
         _say(args, "no picture: matplotlib is missing (pip install 'swapio[plot]')")
     elif args.plot:
         _say(args, f"picture: {args.plot}")
-    return 1 if found else 0
 
 
 def _verdict(runs: list[Run]) -> str:
@@ -99,6 +133,8 @@ def _verdict(runs: list[Run]) -> str:
 
 
 def _say(args: argparse.Namespace, message: str) -> None:
+    if getattr(args, "seed_of_data", args.seed) != args.seed:
+        return  # another rank says it
     print(message, file=sys.stderr if args.json else sys.stdout)
 
 
@@ -117,8 +153,15 @@ def _check(args: argparse.Namespace) -> Path:
     return folder
 
 
-def _measure_device(args: argparse.Namespace, folder: Path) -> Device:
+def _measure_device(args: argparse.Namespace, folder: Path, comm: Comm | None) -> Device:
     """Measure the folder's device for two seconds, for the share that the training reaches."""
+    if comm is None:
+        return _measure(args, folder)
+    mine = _measure(args, folder) if comm.rank == 0 else None
+    return comm.gather(mine)[0] or _measure(args, folder)
+
+
+def _measure(args: argparse.Namespace, folder: Path) -> Device:
     from swapio.cli.measure import PATTERNS, Bench, EngineSettings
     from swapio.demo.observe import Device
 
@@ -152,14 +195,21 @@ def _build(args: argparse.Namespace) -> GPT:
 
 def _optimizer(args: argparse.Namespace, model: GPT, swap: dict[str, Any] | None) -> SwapOptimizer:
     """Make the optimizer; both kinds take the same learning rates."""
-    from swapio.optim import AdamW, Muon, muon_param_groups
+    from swapio.optim import AdamW, Muon, ZeroOptimizer, muon_param_groups
 
     betas = (0.9, 0.95)
+    params: Any = model.parameters()
+    settings: dict[str, Any] = {"lr": args.lr, "swap": swap}
     if args.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=args.lr, betas=betas, swap=swap)
-    adamw = {"betas": betas, "weight_decay": 0.01}
-    groups = muon_param_groups(model, adamw=adamw, show=False)
-    return Muon(groups, lr=args.lr, adjust_lr_fn="match_rms_adamw", swap=swap)
+        settings["betas"] = betas
+    else:
+        adamw = {"betas": betas, "weight_decay": 0.01}
+        params = muon_param_groups(model, adamw=adamw, show=False)
+        settings["adjust_lr_fn"] = "match_rms_adamw"
+    kind = AdamW if args.optimizer == "adamw" else Muon
+    if args.stage is None:
+        return kind(params, **settings)
+    return ZeroOptimizer(params, kind, stage=args.stage, **settings)
 
 
 def _train(
@@ -172,14 +222,21 @@ def _train(
     """Train once and return what was seen."""
     from torch.optim.lr_scheduler import LambdaLR
 
+    from swapio.config_values import parse_size
     from swapio.demo.data import batches
     from swapio.demo.observe import Observer, Run, counters_of, read_trace
     from swapio.demo.train import train
+    from swapio.tracing import trace_path
 
     model = _build(args)
     numel = sum(parameter.numel() for parameter in model.parameters())
+    if swap is not None and args.stage is not None:
+        # Shards of gradients, and buffers of collectives, are no optimizer state.
+        more = ZERO_BUFFER_BYTES + (4 * numel // args.world_size if args.stage == 2 else 0)
+        swap = {**swap, "host_memory": parse_size("--host-memory", args.host_memory) + more}
     seen = Run(label, numel, args.batch * args.sequence)
-    data = batches(text, steps=args.steps, batch=args.batch, sequence=args.sequence, seed=args.seed)
+    seed = getattr(args, "seed_of_data", args.seed)
+    data = batches(text, steps=args.steps, batch=args.batch, sequence=args.sequence, seed=seed)
     with _optimizer(args, model, swap) as optimizer:
         observer = Observer(
             seen, model, optimizer, device=device, num_steps=args.steps, quiet=args.quiet
@@ -191,5 +248,5 @@ def _train(
         seen.state_bytes = float(seen.stats.get("host_bytes", 0))
         seen.parameters = [parameter.detach().clone() for parameter in model.parameters()]
     if swap is not None:
-        seen.events = read_trace(Path(swap["trace"]))
+        seen.events = read_trace(trace_path(swap["trace"]))
     return seen
