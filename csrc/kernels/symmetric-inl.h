@@ -151,27 +151,34 @@ class Ahead {
       : call_(call), tile_(tile), k_(k), depth_(depth) {
     if (depth <= 0) return;  // nothing follows
     const bool packed_once = tile.is_diagonal() && call.left.packed == call.right.packed;
-    total_ = (tile.num_rows() + (packed_once ? 0 : tile.num_cols())) * depth * kGroup;
+    num_groups_ = tile.num_rows() + (packed_once ? 0 : tile.num_cols());
     const int64_t chances = tile.num_pairs() * (kGroup / kBlockRows) * (depth / kPrefetchEvery);
-    lines_ = static_cast<int>(total_ / kFloatsPerLine / larger(chances, 1)) + 1;
+    const int64_t lines = num_groups_ * depth * kGroup / kFloatsPerLine;
+    lines_ = static_cast<int>((lines + chances - 1) / larger(chances, 1));
+    share_ = depth / kPrefetchEvery * lines_ * kFloatsPerLine;
   }
 
   Prefetch next() {
-    if (at_ >= total_) return {nullptr, 0};
-    const int64_t group = at_ / (depth_ * kGroup), rest = at_ % (depth_ * kGroup);
-    const bool is_left = group < tile_.num_rows();
-    const float* from = packed_at(
+    if (group_ == num_groups_) return {nullptr, 0};
+    const bool is_left = group_ < tile_.num_rows();
+    const float* rows = packed_at(
         call_, is_left ? call_.left : call_.right,
-        is_left ? tile_.row_first + group : tile_.col_first + group - tile_.num_rows(), k_);
-    at_ += depth_ / kPrefetchEvery * lines_ * kFloatsPerLine;
-    return {from + rest, lines_};
+        is_left ? tile_.row_first + group_ : tile_.col_first + group_ - tile_.num_rows(), k_);
+    const Prefetch share{rows + at_, lines_};
+    at_ += share_;
+    if (at_ >= depth_ * kGroup) {
+      at_ = 0;
+      group_++;
+    }
+    return share;
   }
 
  private:
   const SymmetricCall& call_;
   const Tile& tile_;
   const int64_t k_, depth_;
-  int64_t total_ = 0, at_ = 0;
+  int64_t num_groups_ = 0, group_ = 0;
+  int64_t share_ = 0, at_ = 0;  // elements of a group
   int lines_ = 0;
 };
 
@@ -202,8 +209,14 @@ void sum_tile(const SymmetricCall& call, const Tile& tile, int64_t k, float* sum
   }
 }
 
-// Fetches row `r` of a pair of groups, and of its mirror image, for writing.
-inline void fetch_row(const SymmetricCall& call, int64_t row, int64_t col, int64_t r) {
+// A group of rows and one of columns: kGroup x kGroup elements, or fewer at the end.
+struct Pair {
+  int64_t row, col;
+};
+
+// Fetches row `r` of a pair, and of its mirror image, for writing.
+inline void fetch_row(const SymmetricCall& call, const Pair& pair, int64_t r) {
+  const int64_t row = pair.row, col = pair.col;
   if (r < rows_of(call, row)) {
     const float* out = call.out + (row * kGroup + r) * call.out_stride + col * kGroup;
     for (int64_t i = 0; i < kGroup; i += kFloatsPerLine) __builtin_prefetch(out + i, 1, 2);
@@ -218,11 +231,13 @@ inline void fetch_row(const SymmetricCall& call, int64_t row, int64_t col, int64
   }
 }
 
-// out and its mirror image for one pair of groups, from its sums.
-void write_pair(const SymmetricCall& call, int64_t row, int64_t col, float* sums) {
+// out and its mirror image for one pair, from its sums; fetches for `next`, unless that is null.
+void write_pair(const SymmetricCall& call, const Pair& pair, float* sums, const Pair* next) {
+  const int64_t row = pair.row, col = pair.col;
   const int64_t rows = rows_of(call, row), cols = rows_of(call, col);
   const bool is_diagonal = row == col;
   for (int64_t r = 0; r < rows; r++) {
+    if (next != nullptr) fetch_row(call, *next, r);
     float* sum = sums + r * kTileEdge;
     float* out = call.out + (row * kGroup + r) * call.out_stride + col * kGroup;
     const float* addend =
@@ -264,13 +279,10 @@ void tile(const SymmetricCall& call, int64_t row_first, int64_t row_last, int64_
   for (int64_t row = row_first; row < row_last; row++) {
     for (int64_t col = larger(row, col_first); col < col_last; col++) {
       const bool ends_row = col + 1 == col_last;
-      const int64_t next_row = ends_row ? row + 1 : row;
-      const int64_t next_col = ends_row ? larger(next_row, col_first) : col + 1;
-      if (next_row < row_last) {
-        for (int64_t r = 0; r < kGroup; r++) fetch_row(call, next_row, next_col, r);
-      }
-      write_pair(call, row, col,
-                 sums + (row - row_first) * kGroup * kTileEdge + (col - col_first) * kGroup);
+      const Pair next = ends_row ? Pair{row + 1, larger(row + 1, col_first)} : Pair{row, col + 1};
+      write_pair(call, {row, col},
+                 sums + (row - row_first) * kGroup * kTileEdge + (col - col_first) * kGroup,
+                 next.row < row_last ? &next : nullptr);
     }
   }
 }

@@ -204,7 +204,14 @@ def _workspace(matrices: Sequence[TensorInfo], config: SwapConfig, *, on_cpu: bo
         master = resolve_master(config.master, dtype, on_cpu=on_cpu)
         joins = master == "split" or (master == "none" and dtype != "float32")
         layout = matrix_layout(shape)
-        need |= scratch_need(layout, group, is_contiguous=True, joins=joins, ns_dtype=None)
+        need |= scratch_need(
+            layout,
+            group,
+            is_contiguous=True,
+            joins=joins,
+            ns_dtype=None,
+            on_device=not on_cpu,
+        )
     return need.nbytes
 
 
