@@ -27,6 +27,7 @@ from swapio.errors import ConfigError
 from swapio.optim import kernels
 from swapio.optim.adamw import AdamW
 from swapio.optim.base import SwapOptimizer
+from swapio.optim.checkpointing import Loaded
 from swapio.optim.layout import PackedGroup, ParameterInfo, flat, is_dense
 from swapio.optim.zero.comm import Comm, ProcessGroup
 from swapio.optim.zero.flat import FlatRanks
@@ -129,6 +130,8 @@ class ZeroOptimizer(SwapOptimizer):
             build: Any = super().__init__
             self._ranks.together(lambda: build(listed, **settings))
             self._ranks.follow(self._layout.infos)
+            if self.recovered_step is not None:
+                self._ranks.publish(self._layout.infos)
         except BaseException:
             if getattr(self, "_ready", False):
                 self._runtime.close()
@@ -196,6 +199,36 @@ class ZeroOptimizer(SwapOptimizer):
             ConfigError: Always.
         """
         raise ConfigError(_NO_DICT.format("load_state_dict()"))
+
+    @torch.no_grad()
+    def load(self, *args: Any, **options: Any) -> Loaded:
+        """As the optimizer's; parameters are set as a whole, on every rank. Collective."""
+        loaded = super().load(*args, **options)
+        self._ranks.publish(self._layout.infos)
+        return loaded
+
+    @torch.no_grad()
+    def recover(self) -> int:
+        """As the optimizer's; parameters are set as a whole, on every rank. Collective."""
+        step = super().recover()
+        self._ranks.publish(self._layout.infos)
+        return step
+
+    def export_safetensors(self, *args: Any, **options: Any) -> NoReturn:  # noqa: ARG002
+        """Refuse: an export has whole tensors.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(_NO_DICT.format("export_safetensors()"))
+
+    def import_safetensors(self, *args: Any, **options: Any) -> NoReturn:  # noqa: ARG002
+        """Refuse, as export_safetensors.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(_NO_DICT.format("import_safetensors()"))
 
     @torch.no_grad()
     def full_state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:

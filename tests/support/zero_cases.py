@@ -133,3 +133,32 @@ def break_one(rank, group, *, name, culprit, delay=0.0):
         error = str(failure)
     comm.close()
     return error
+
+
+def save_or_load(_rank, group, *, stage, shapes, folder, swap, steps, load, save, muon=False):
+    """Load a checkpoint if there is one to load, train, save; return parameters and state."""
+    params = make(shapes, seed=5 if load else 0)
+    settings = {"lr": 0.02, "stage": stage, "process_group": group, "bucket_bytes": 1 << 17}
+    kind = Muon if muon else AdamW
+    with ZeroOptimizer(groups_of(params, muon=muon), kind, **settings, swap=swap) as opt:
+        first = 1 + (opt.load(folder).step if load else 0)
+        loaded = [opt.full_state_of(param) for param in params]
+        for param, entry in zip(params, loaded, strict=True):
+            entry["param"] = param.detach().clone()
+        train(opt, params, 0, steps=steps, first=first)
+        if save:
+            opt.save(folder, keep_last=1).result()
+        state = [{**opt.full_state_of(p), "param": p.detach().clone()} for p in params]
+    return [param.detach() for param in params], state, loaded
+
+
+def committed_steps(_rank, group, *, stage, shapes, swap, steps, resume, muon=False):
+    """Take some steps that are committed, from where the last run ended with `resume`."""
+    params = make(shapes, seed=5 if resume else 0)
+    settings = {"lr": 0.02, "stage": stage, "process_group": group, "bucket_bytes": 1 << 17}
+    kind, groups = (Muon if muon else AdamW), groups_of(params, muon=muon)
+    with ZeroOptimizer(groups, kind, **settings, swap=swap, resume=resume) as opt:
+        begun = [param.detach().clone() for param in params]
+        train(opt, params, 0, steps=steps, first=1 + (opt.recovered_step or 0))
+        state = [opt.full_state_of(param) for param in params]
+    return [param.detach() for param in params], state, begun
