@@ -129,7 +129,7 @@ class ZeroOptimizer(SwapOptimizer):
             _share_values(comm, tensors)
             build: Any = super().__init__
             self._ranks.together(lambda: build(listed, **settings))
-            self._ranks.follow(self._layout.infos)
+            self._follow()
             if self.recovered_step is not None:
                 self._ranks.publish(self._layout.infos)
         except BaseException:
@@ -180,7 +180,15 @@ class ZeroOptimizer(SwapOptimizer):
     def _enlarge(self, infos: Sequence[ParameterInfo]) -> None:
         super()._enlarge(infos)
         if infos:
-            self._ranks.follow(self._layout.infos)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Reduce and gather all parameters that there are, and show it in the trace."""
+        self._ranks.follow(self._layout.infos)
+        reducer, tracer = self._ranks.reducer, self._runtime.tracer
+        if reducer is not None and tracer is not None:
+            add = tracer.add
+            reducer.trace = lambda name, begin, end: add("reduce", name, begin, end)
 
     # -- state -------------------------------------------------------------------------------
 
