@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/fsdp2_dcp.py --swap /nvme/run1 --steps 4 --save ckpt
     torchrun --nproc-per-node 4 examples/fsdp2_dcp.py --swap /nvme/run1 --steps 8 --resume ckpt
 
-Parameters are DTensors; swapio steps their local shards. DCP stores the state dict by parameter
-name, so that a run of another number of ranks can resume from it. `--own` uses swapio's own
-checkpoint instead, which links files where DCP copies bytes.
+Parameters are DTensors; swapio steps their local shards. A run of another number of ranks can
+resume from either kind of checkpoint: DCP's, or, with `--own`, swapio's, which links files where
+DCP copies bytes. (swapio.integrations.dcp loads large states from DCP's without RAM for them.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import torch
 import torch.distributed as dist  # noqa: TID251
 import torch.distributed.checkpoint as dcp  # noqa: TID251
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh  # noqa: TID251
 from torch.distributed.fsdp import fully_shard  # noqa: TID251
 
@@ -46,36 +45,27 @@ def train(args: argparse.Namespace, device: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build(device)
     with AdamW(model.named_parameters(), lr=1e-3, swap=args.swap) as optimizer:
-        first = 0
+        progress = {"step": 0}
+        everything = {"model": model, "optimizer": optimizer, "progress": progress}
         if args.resume and args.own:
-            first = optimizer.load(args.resume).step
+            progress["step"] = optimizer.load(args.resume).step
         elif args.resume:
-            weights, state = get_state_dict(model, optimizer)
-            progress = {"step": 0}
-            dcp.load(
-                {"model": weights, "optimizer": state, "progress": progress},
-                checkpoint_id=args.resume,
-            )
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-            first = progress["step"]
-        for step in range(first, args.steps):
+            dcp.load(everything, checkpoint_id=args.resume)
+        for step in range(progress["step"], args.steps):
             data = torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(step))
             inputs = data.chunk(ranks)[rank].to(device)
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            dist.all_reduce(mean := loss.detach() / ranks)
+            progress["step"] = step + 1
             if rank == 0:
-                print(f"step {step + 1} loss {loss.item():.6f}", flush=True)
+                print(f"step {step + 1} loss {mean.item():.6f}", flush=True)
         if args.save and args.own:
             optimizer.save(args.save, f"step-{args.steps}").result()
         elif args.save:
-            weights, state = get_state_dict(model, optimizer)
-            progress = {"step": args.steps}
-            dcp.save(
-                {"model": weights, "optimizer": state, "progress": progress},
-                checkpoint_id=args.save,
-            )
+            dcp.save(everything, checkpoint_id=args.save)
         if args.weights:
             whole = [parameter.full_tensor().cpu() for parameter in model.parameters()]
             if rank == 0:

@@ -132,6 +132,37 @@ def test_lightning_resumes_to_the_bit(tmp_path: Path) -> None:
     assert_different(half, resumed)
 
 
+def sharded(ranks: int, folder: Path, name: str, *arguments: object) -> list[torch.Tensor]:
+    """Run the FSDP2 example on some ranks and return the whole weights."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    script = (EXAMPLES / "fsdp2_dcp.py", *arguments, "--weights", folder / name)
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, (*launcher, *script))],
+        capture_output=True, text=True, env={**os.environ, **SETTINGS, **quiet},
+        check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[torch.Tensor] = torch.load(folder / name, weights_only=True)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    swap = ("--swap", tmp_path / "state")
+    whole = sharded(2, tmp_path, "whole.pt", "--steps", 5)
+    for own in ((), ("--own",)):
+        saved = tmp_path / f"saved{len(own)}"
+        save = (*swap, *own, "--save", saved)
+        half = sharded(2, tmp_path, "half.pt", "--steps", 3, *save)
+        resume = (*swap, *own, "--steps", 5, "--resume", saved)
+        assert_equal(whole, sharded(2, tmp_path, "same.pt", *resume))
+        assert_different(whole, half)
+        # Another number of ranks adds up gradients in another order.
+        for mine, theirs in zip(whole, sharded(1, tmp_path, "one.pt", *resume), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_custom_engine_is_exact_and_survives_a_kill(tmp_path: Path) -> None:
     script, steps = "custom_engine.py", ("--steps", 6)
     resident = weights(script, tmp_path, "ram.pt", *steps)
