@@ -15,7 +15,7 @@ from pathlib import Path
 
 from swapio.aio import OP_READ, OP_WRITE, Engine, File, Request
 from swapio.buffers import BufferPool, Lease
-from swapio.turns import device_of
+from swapio.device_turns import device_of
 
 TRANSFER_BYTES = 8 << 20
 FILE_BYTES = 64 << 20

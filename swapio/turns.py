@@ -1,113 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that share a device take turns, so that together they are as fast as one.
 
-Facts: several ranks that read and write at once make a drive mix directions and scatter what is in
-flight; `flock` is let go by the kernel when its holder dies, but it belongs to the open file, which
-a forked child shares.
-Consequence: one lock file for each device. A thread of the engine takes the lock, submits what is
-queued, and hands the lock on after `QUANTUM_BYTES` if another rank waits; nobody who submits ever
-waits for a turn. A child closes its copies of the lock's descriptors.
+Fact: several ranks that read and write at once make a drive mix directions and scatter what is in
+flight.
+Consequence: a thread of the engine takes the device's turn, submits what is queued, and hands the
+turn on after `QUANTUM_BYTES` if another rank waits; nobody who submits ever waits for a turn.
 
-Invariants: submissions reach the device in the order in which they were made; a rank that dies, by
-whatever cause, loses its turn; a lock is held only while something is in flight.
+Invariants: submissions of a rank reach the device in the order in which they were made; a turn is
+held only while something is in flight; what is in flight when it is handed on is bounded.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from swapio.aio import Engine, IOFuture, Request
+from swapio.device_turns import PATIENCE_SECONDS, DeviceTurn, TurnTaker, device_of
 from swapio.errors import ConfigError
 
 QUANTUM_BYTES = 64 << 20
 """As large as a batch of the pipelined swapper: in one turn a drive moves mostly one direction."""
 
-
-def device_of(path: str | os.PathLike[str]) -> int:
-    """Return the device number of a path, or of the nearest folder above it that exists."""
-    folder = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
-    return folder.stat().st_dev
-
-
-def lock_folder() -> Path:
-    """Return where lock files are: $XDG_RUNTIME_DIR, else the folder for temporary files."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime)
-    return Path(tempfile.gettempdir())
-
-
-class DeviceTurn:
-    """The lock of one device among the processes of one user; used by one thread at a time.
-
-    Two files: who wants the turn holds `next` until it has `turn`, so that the holder sees that
-    somebody waits and the others line up.
-
-    Raises:
-        ConfigError: The lock files cannot be opened.
-    """
-
-    def __init__(self, device: int) -> None:
-        stem = f"swapio-turn-{os.getuid()}-{os.major(device)}-{os.minor(device)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fds: list[int] = []
-        for name in ("turn", "next"):
-            path = lock_folder() / f"{stem}.{name}"
-            try:
-                self._fds.append(os.open(path, flags, 0o600))
-            except OSError as error:
-                self.close()
-                raise ConfigError(
-                    f"cannot open {path}, with which ranks take turns: {error.strerror}; set "
-                    "take_turns='off', or XDG_RUNTIME_DIR to a folder of yours"
-                ) from error
-        _turns.add(self)
-
-    def acquire(self) -> None:
-        """Wait for the turn. A process that dies gives it up."""
-        turn, following = self._fds
-        fcntl.flock(following, fcntl.LOCK_EX)
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        fcntl.flock(following, fcntl.LOCK_UN)
-
-    def is_wanted(self) -> bool:
-        """Whether another process waits."""
-        try:
-            fcntl.flock(self._fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._fds[1], fcntl.LOCK_UN)
-        return False
-
-    def release(self) -> None:
-        """Give the turn to who is next."""
-        fcntl.flock(self._fds[0], fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Close the descriptors; idempotent."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
-
-
-_turns: weakref.WeakSet[DeviceTurn] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for turn in list(_turns):
-        turn.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+TAIL_BYTES = 16 << 20
+"""What may be in flight when a turn is handed on: a drive's queue must not run empty meanwhile."""
 
 
 class TurnFuture:
@@ -166,10 +86,10 @@ _Entry = tuple[tuple[Request, ...], object, TurnFuture]
 class TurnQueue:
     """Submissions that wait for their turn, and the thread that takes it."""
 
-    def __init__(self, turns: Sequence[DeviceTurn], submit: Callable[[_Entry], Any]) -> None:
+    def __init__(self, taker: TurnTaker, submit: Callable[[_Entry], Any]) -> None:
         self.wait_seconds = 0.0
         self.num_turns = 0
-        self._turns = turns
+        self._taker = taker
         self._submit = submit
         self._entries: deque[_Entry] = deque()
         self._condition = threading.Condition()
@@ -190,7 +110,7 @@ class TurnQueue:
             self._condition.notify_all()
 
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait until all that is queued has been submitted and has completed.
+        """Wait until all that was queued has been submitted.
 
         Raises:
             TimeoutError: It has not.
@@ -209,8 +129,7 @@ class TurnQueue:
         """Wait for the end of the thread and close the locks."""
         if self._thread is not None:
             self._thread.join()
-        for turn in self._turns:
-            turn.close()
+        self._taker.close()
 
     def _serve(self) -> None:
         while True:
@@ -221,35 +140,37 @@ class TurnQueue:
                 if not self._entries:
                     return
             began = time.perf_counter()
-            for turn in self._turns:
-                turn.acquire()
+            self.num_turns += self._taker.take()
             self.wait_seconds += time.perf_counter() - began
-            self.num_turns += 1
             try:
                 self._serve_turn()
             finally:
-                for turn in self._turns:
-                    turn.release()
+                self._taker.give()
 
     def _serve_turn(self) -> None:
         """Submit what is queued and what is queued meanwhile, until the turn is over."""
-        in_flight: deque[Any] = deque()
-        moved = 0
+        in_flight: deque[tuple[Any, int]] = deque()
+        moved = left = 0
         is_over = False
         while True:
             while self._entries and not is_over:
                 entry = self._entries.popleft()
-                moved += sum(request.nbytes for request in entry[0])
+                nbytes = sum(request.nbytes for request in entry[0])
+                moved += nbytes
                 submitted = self._submit(entry)
                 if submitted is not None:
-                    in_flight.append(submitted)
+                    in_flight.append((submitted, nbytes))
+                    left += nbytes
                 if moved >= QUANTUM_BYTES:
                     moved = 0
-                    is_over = any(turn.is_wanted() for turn in self._turns)
-            if not in_flight:
+                    is_over = self._taker.is_wanted()
+            # The next rank fills the drive's queue while the end of this turn is still in it.
+            if left <= (TAIL_BYTES if is_over else 0):
                 return
+            future, nbytes = in_flight.popleft()
             # Not `exception`: a failure nobody has seen must still be raised by drain().
-            in_flight.popleft()._wait(None)
+            future._wait(None)
+            left -= nbytes
 
 
 class TurnTakingEngine(Engine):
@@ -258,17 +179,26 @@ class TurnTakingEngine(Engine):
     Args:
         paths: Where the files are.
         kind, options: As for Engine.
+        patience_seconds: After so long without a turn transfers go on all the same.
 
     Raises:
         ConfigError: The lock files cannot be opened, or as Engine raises.
     """
 
-    def __init__(self, paths: Iterable[str], kind: Any = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        paths: Iterable[str],
+        kind: Any = "auto",
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        **options: Any,
+    ) -> None:
         super().__init__(kind, **options)
         # In one order for everybody, or two ranks could wait for each other.
         turns = [DeviceTurn(device) for device in sorted({device_of(path) for path in paths})]
         engine = weakref.ref(self)
-        self._queue = TurnQueue(turns, lambda entry: _submit(engine, entry))
+        taker = TurnTaker(turns, patience_seconds)
+        self._queue = TurnQueue(taker, lambda entry: _submit(engine, entry))
         self._stop = weakref.finalize(self, self._queue.close)
         self._stop.atexit = False
 

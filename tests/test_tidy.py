@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "runstats",
             "tracing",
         ),
-        *("turns", "path_rates", "resume"),
+        *("turns", "device_turns", "path_rates", "resume"),
     ),
     "durability": ("checkpoint", "checkpoint.*"),
     "optim": ("optim", "optim.*"),

@@ -13,14 +13,16 @@ import time
 import pytest
 import torch
 
+from swapio import _aio_probe
 from swapio.config import SwapConfig
+from swapio.device_turns import DeviceTurn
 from swapio.errors import AioError, ClosedError, ConfigError
 from swapio.optim import AdamW
-from swapio.turns import DeviceTurn, TurnTakingEngine
+from swapio.turns import TurnTakingEngine
 
 HOLDER = """
 import sys, time
-from swapio.turns import DeviceTurn
+from swapio.device_turns import DeviceTurn
 turn = DeviceTurn({device})
 turn.acquire()
 print("held", flush=True)
@@ -33,6 +35,7 @@ DEVICE = os.makedev(251, 77)
 
 @pytest.fixture(autouse=True)
 def _own_lock_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(_aio_probe, "_logged_kinds", set())
     (tmp_path / "locks").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "locks"))
 
@@ -144,6 +147,45 @@ def test_results_do_not_wait_for_ever_for_a_turn(tmp_path):
         child.communicate("go\nend\n")
         assert future.result(10) == 4096
         assert engine.turn_wait_seconds > 0.05
+
+
+def test_a_stopped_holder_is_waited_for_only_so_long(tmp_path, caplog):
+    child = start_holder(tmp_path.stat().st_dev)
+    child.send_signal(signal.SIGSTOP)
+    with TurnTakingEngine([tmp_path], patience_seconds=0.2) as engine:
+        file = engine.open(tmp_path / "x", size=1 << 20, create=True)
+        data = torch.arange(1 << 17, dtype=torch.float64)
+        for _ in range(3):  # only the first waits, and there is one line about it
+            assert engine.pwrite(file, data).result(60) == 1 << 20
+        assert engine.turn_wait_seconds >= 0.2
+        assert engine.num_turns == 0
+        child.send_signal(signal.SIGCONT)
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        deadline = time.monotonic() + 20
+        while not engine.num_turns:  # then turns are taken again
+            assert engine.pwrite(file, data).result(60) == 1 << 20
+            assert time.monotonic() < deadline
+    child.communicate("end\n")
+    lines = [r.getMessage() for r in caplog.records if "kept its turn" in r.getMessage()]
+    assert len(lines) == 1
+    assert "take_turns='off'" in lines[0]
+
+
+def test_an_engine_closes_while_a_stopped_process_has_the_turn(tmp_path):
+    child = start_holder(tmp_path.stat().st_dev)
+    child.send_signal(signal.SIGSTOP)
+    with TurnTakingEngine([tmp_path], patience_seconds=0.05) as engine:
+        file = engine.open(tmp_path / "x", size=4096, create=True)
+        assert engine.pread(file, bytearray(4096)).result(60) == 4096
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    turn = DeviceTurn(tmp_path.stat().st_dev)  # what waited for it has let it go
+    thread = threading.Thread(target=turn.acquire)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    turn.close()
 
 
 def test_locks_that_cannot_be_opened(tmp_path):
