@@ -307,7 +307,7 @@ class Muon(ShardedMuonMixin):
         indices = dict.fromkeys(packed.units.param.tolist())
         flops = sum(self._note_matrices(self._layout.infos[index]) for index in indices)
         self._costs[packed.key] = flops
-        return dataclasses.replace(request, streamed=False)
+        return dataclasses.replace(request, streamed=False, flops=int(flops))
 
     def _note_matrices(self, info: ParameterInfo) -> float:
         """Note what the matrices of a parameter need; return the cost of their Newton-Schulz."""

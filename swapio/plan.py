@@ -268,6 +268,7 @@ def evaluate_plan(request: PlanRequest, resident: set[int], staging: Staging, le
         checksum=request.checksum,
         pipeline_read=request.pipeline_read,
         pipeline_write=request.pipeline_write,
+        flops=sum(group.flops for group in groups),
     )
     plan = Plan(
         resident=tuple(sorted(resident)),

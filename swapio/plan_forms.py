@@ -58,6 +58,7 @@ class SubGroupSize(NamedTuple):
         touched_bytes: Bytes of RAM that the update reads and writes for one element.
         small_bytes: Bytes that stay in RAM beside the records (lists of ties).
         is_whole: It cannot be cut into chunks (Muon needs whole matrices).
+        flops: Operations of the matrix products of its update.
     """
 
     numel: int
@@ -65,6 +66,7 @@ class SubGroupSize(NamedTuple):
     touched_bytes: int = 0
     small_bytes: int = 0
     is_whole: bool = False
+    flops: int = 0
 
 
 def resolve_master(master: str, param_dtype: str, *, on_cpu: bool = True) -> str:

@@ -14,9 +14,12 @@ from swapio.align import BLOCK_BYTES, round_up
 from swapio.plan_forms import SubGroupSize, block_numel
 from swapio.plan_request import PlanRequest, chunk_bytes, untagged
 
-CHUNK_BYTES_MIN = 8 << 20
-"""Least bytes of a chunk's records together when the budget allows: chunks of 8 to 16 MiB keep a
-drive busy (16 MiB in flight is the best of a sweep) without holding much RAM."""
+CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 8 << 20, 16 << 20
+"""Least bytes of a chunk's records together when the budget allows, and when it is large: chunks of
+8 to 32 MiB keep a drive busy (16 MiB in flight is the best of a sweep) without holding much RAM.
+The work in Python is the same for a chunk of any size."""
+
+_CHUNKS_OF_BUDGET = 64
 
 STREAM_BYTES_GOOD = 256 << 20
 """Buffers beyond which whole resident sub-groups do as much good: four batches of 64 MiB, in which
@@ -59,7 +62,9 @@ def stagings(groups: Sequence[SubGroupSize], request: PlanRequest) -> Iterator[S
     longest = round_up(max((group.numel for group in elementwise), default=1), unit)
     if request.chunk_numel == "auto":
         chunk = unit
-        while chunk < longest and _largest(elementwise, chunk) < CHUNK_BYTES_MIN:
+        wanted = request.host_memory // _CHUNKS_OF_BUDGET
+        wanted = min(max(wanted, CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
+        while chunk < longest and _largest(elementwise, chunk) < wanted:
             chunk *= 2
         sizes = [chunk]
         while sizes[-1] > unit:

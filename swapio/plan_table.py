@@ -71,8 +71,11 @@ def _time(plan: Plan) -> Iterator[tuple[str, str]]:
     for name, value in (
         ("drive", time.device),
         ("update", time.compute),
+        ("products", time.products),
         ("checksums", time.checksum),
     ):
+        if name == "products" and value == 0:
+            continue  # only Muon has any
         yield f"  {name}", "not known" if value is None else f"{value:.3f} s"
     step = "not known: give the bandwidths" if time.step is None else f"{time.step:.3f} s"
     bound = f", bound by {time.bound}" if time.bound and time.step is not None else ""

@@ -2,8 +2,8 @@
 """Predicted seconds of a step, and what bounds them. Pure; standard library only.
 
 Facts: many drives are half duplex: both at once is slower than the sum of either alone, and taking
-turns is at times faster than mixing. Update and checksums share the CPUs; both overlap transfers
-when the pipeline is on.
+turns is at times faster than mixing. Update, matrix products (Newton-Schulz) and checksums share
+the CPUs; all of them overlap transfers when the pipeline is on.
 
 Consequence: the drive needs the lesser of turns (R / B_read + W / B_write) and mixing (the balanced
 part at the mixed rate, the rest alone). A pipelined step takes the longer of drive and CPU.
@@ -12,6 +12,8 @@ part at the mixed rate, the rest alone). A pipelined step takes the longer of dr
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+_CPU_PARTS = ("compute", "products", "checksum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class Rates:
         write: Writing only.
         mixed: Read and written together, both at once in equal parts.
         compute: Bytes of RAM that the update kernel touches in a second, all threads.
+        products: Operations of matrix products in a second, all threads.
         checksum: Bytes hashed in a second, all threads.
     """
 
@@ -30,6 +33,7 @@ class Rates:
     write: int | None = None
     mixed: int | None = None
     compute: int | None = None
+    products: int | None = None
     checksum: int | None = None
 
 
@@ -41,10 +45,12 @@ class PlanTime:
         read: Reads alone.
         write: Writes alone.
         device: Both, the better of taking turns and mixing.
-        compute: The update.
+        compute: The update kernels.
+        products: The matrix products of the update: Muon's Newton-Schulz.
         checksum: Hashing what is read and written.
         step: The step, without forward and backward.
-        bound: "read", "write", "mixed", "compute", "checksum", or None when nothing is known.
+        bound: "read", "write", "mixed", "compute", "products", "checksum", or None when nothing is
+            known.
         checksum_limits: Whether hashing is slower than the drive.
         rates: What it was predicted from.
     """
@@ -53,6 +59,7 @@ class PlanTime:
     write: float | None
     device: float | None
     compute: float | None
+    products: float | None
     checksum: float | None
     step: float | None
     bound: str | None
@@ -83,8 +90,9 @@ def predict(
     checksum: bool,
     pipeline_read: bool,
     pipeline_write: bool,
+    flops: int = 0,
 ) -> PlanTime:
-    """Predict a step from the bytes it moves and touches.
+    """Predict a step from the bytes it moves and touches, and the operations of its products.
 
     Args:
         rates: Measured speeds.
@@ -94,16 +102,19 @@ def predict(
         checksum: Whether what is read and written is hashed.
         pipeline_read: Whether reads overlap the update.
         pipeline_write: Whether writes overlap the update.
+        flops: Operations of matrix products.
     """
     read, write = _seconds(read_bytes, rates.read), _seconds(write_bytes, rates.write)
     device = device_seconds(rates, read_bytes, write_bytes)
     compute = _seconds(touched_bytes, rates.compute)
     hashed = read_bytes + write_bytes if checksum else 0
     hashing = _seconds(hashed, rates.checksum)
-    cpu = (compute or 0.0) + (hashing or 0.0)
+    products = _seconds(flops, rates.products)
+    cpu = (compute or 0.0) + (products or 0.0) + (hashing or 0.0)
     parts = {
         _device_bound(read_bytes, write_bytes): device,
         "compute": compute,
+        "products": products,
         "checksum": hashing,
     }
     known = {name: value for name, value in parts.items() if value}
@@ -112,6 +123,7 @@ def predict(
         write=write,
         device=device,
         compute=compute,
+        products=products,
         checksum=hashing,
         step=_step(device, read, write, cpu, (pipeline_read, pipeline_write)),
         bound=_bound(known, device, cpu),
@@ -169,9 +181,7 @@ def _bound(known: dict[str, float], device: float | None, cpu: float) -> str | N
     if not known:
         return None
     if device is not None and device < cpu:
-        known = {name: value for name, value in known.items() if name in ("compute", "checksum")}
+        known = {name: value for name, value in known.items() if name in _CPU_PARTS}
     elif device:
-        known = {
-            name: value for name, value in known.items() if name not in ("compute", "checksum")
-        }
+        known = {name: value for name, value in known.items() if name not in _CPU_PARTS}
     return max(known, key=lambda name: known[name])

@@ -55,6 +55,7 @@ class GroupRequest:
         meta_bytes: Room for small bytes that travel with the records.
         touched_bytes: RAM traffic of the update of one element, for predictions.
         streamed: Whether it may be cut in chunks.
+        flops: Operations of the matrix products of its update, for predictions.
     """
 
     key: str
@@ -63,6 +64,7 @@ class GroupRequest:
     meta_bytes: int = 0
     touched_bytes: int = 0
     streamed: bool = True
+    flops: int = 0
 
     @property
     def size(self) -> SubGroupSize:
@@ -80,7 +82,7 @@ class GroupRequest:
             for name, spec in self.records.items()
         )
         ties = min(self.meta_bytes, num_blocks(2 * numel) * TIE_BYTES_PER_BLOCK)
-        return SubGroupSize(numel, records, self.touched_bytes, ties, is_whole)
+        return SubGroupSize(numel, records, self.touched_bytes, ties, is_whole, self.flops)
 
 
 class SwapRuntime:
@@ -441,7 +443,7 @@ def plan_request(
     """
     sizes = [request.size for request in requests]
     more: dict[str, Any] = {
-        "rates": rates_of(config),
+        "rates": rates_of(config, has_products=any(request.flops for request in requests)),
         "disk_free_bytes": free_bytes(config.paths),
     }
     if not config.paths and config.host_memory == "auto":

@@ -155,10 +155,14 @@ def sub_groups(
 
     routes: dict[tuple[str, str], list[int]] = {}
     matrices: list[TensorInfo] = []
+    flops: dict[tuple[str, str], int] = {}
     for tensor in tensors:
         rule = _rule(tensor, optimizer)
         if rule == "muon" and len(tensor.shape) > 1:
             matrices.append(tensor)
+            route = (rule, tensor.dtype)
+            # Each matrix is worked on by one rank.
+            flops[route] = flops.get(route, 0) + _flops(tensor) // world_size
         share = shard_bounds(tensor.numel, world_size, 0).numel
         routes.setdefault((rule, tensor.dtype), []).append(share)
     found: list[SubGroupSize] = []
@@ -174,13 +178,15 @@ def sub_groups(
         )
         # Momentum is elementwise on shards; whole matrices only meet in the workspace.
         whole = rule == "muon" and world_size == 1 and len(numels) > 1
-        found += forms.sub_group_sizes(
+        sizes = forms.sub_group_sizes(
             numels,
             records,
             config.sub_group_numel,
             touched=forms.touched_bytes(records, master, dtype),
             is_whole=whole,
         )
+        each = flops.get((rule, dtype), 0) // max(1, len(sizes))
+        found += [size._replace(flops=each) for size in sizes]
     return found, _workspace(matrices, config, on_cpu=on_cpu) if matrices else 0
 
 
@@ -189,6 +195,14 @@ def _rule(tensor: TensorInfo, optimizer: str) -> str:
         return optimizer
     is_matrix = sum(size > 1 for size in tensor.shape) >= 2
     return "muon" if is_matrix and not any(n in tensor.name for n in _NOT_MUON) else "adamw"
+
+
+def _flops(matrix: TensorInfo) -> int:
+    """Return the operations of Newton-Schulz for a tensor, on the CPU."""
+    from swapio.optim.muon_math import matrix_layout
+    from swapio.optim.newton_schulz import newton_schulz_flops
+
+    return newton_schulz_flops(matrix_layout(matrix.shape).shape)
 
 
 def _workspace(matrices: Sequence[TensorInfo], config: SwapConfig, *, on_cpu: bool) -> int:
@@ -223,10 +237,10 @@ def _rates(args: argparse.Namespace, config: SwapConfig) -> Any:
         text = getattr(args, name)
         return None if text is None else rate(f"--{name.replace('_', '-')}", text)
 
-    rates = rates_of(config)
+    rates = rates_of(config, has_products=args.optimizer == "muon")
     return dataclasses.replace(
         rates,
-        compute=given("compute_bandwidth"),
+        compute=given("compute_bandwidth") or rates.compute,
         checksum=given("checksum_bandwidth") or rates.checksum,
     )
 

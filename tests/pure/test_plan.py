@@ -113,13 +113,14 @@ def test_auto_masters() -> None:
         record_sizes("sgd", master="param", param_dtype="float32")
 
 
-def test_chunks_are_whole_blocks_and_of_8_to_16_mib() -> None:
+@pytest.mark.parametrize(("budget", "least"), [(256 * MI, 8 * MI), (GIB, 16 * MI)])
+def test_chunks_are_whole_blocks_and_larger_with_more_memory(budget: int, least: int) -> None:
     assert (block_numel(PARAM), block_numel(SPLIT)) == (1 << 18, 1 << 19)
     for master in ("param", "split", "separate"):
-        plan = make_plan(adamw(400 * MI, master))
+        plan = make_plan(adamw(400 * MI, master, host_memory=budget))
         unit = 1 << (19 if master == "split" else 18)
         assert plan.chunk_numel % unit == 0
-        assert 8 * MI <= plan.buffer_bytes <= 16 * MI
+        assert least <= plan.buffer_bytes <= 2 * least + MI
 
 
 def test_a_given_chunk_is_rounded_up_to_whole_blocks() -> None:
@@ -322,6 +323,22 @@ def test_prediction_without_overlap_is_the_sum() -> None:
     for switches in ((True, False), (False, True)):
         half = step(*switches)
         assert half.step == pytest.approx((half.read or 0) + (half.write or 0))
+
+
+def test_products_of_matrices_are_part_of_the_prediction() -> None:
+    sizes = [SubGroupSize(100 * MI, PARAM, touched_bytes=28, flops=5 * 10**12)] * 2
+
+    def time(**rates: int) -> PlanTime:
+        known = dataclasses.replace(RATES, **rates)
+        return make_plan(PlanRequest(sub_groups=tuple(sizes), host_memory=GIB, rates=known)).time
+
+    slow = time(products=10**11)
+    assert slow.products == pytest.approx(100)
+    assert slow.bound == "products"
+    assert slow.step == pytest.approx((slow.compute or 0) + 100 + (slow.checksum or 0))
+    assert time(products=10**16).bound != "products"
+    assert time().products is None
+    assert make_plan(adamw(400 * MI, rates=RATES)).time.products == 0
 
 
 def test_prediction_without_rates_is_not_known() -> None:
