@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 1 over fifty steps: swapper, master form, budget, chunk size, paths, engine, durability.
+
+By default every pair of two settings' values occurs in some run; all combinations are the soak
+run's. The reference is the same training with all state in RAM.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import pytest
+import torch
+
+from support.pairwise import pairs_of, pairwise
+from support.training import assert_same, make_parameters, snapshot, train
+from swapio.errors import ConfigError
+from swapio.optim import AdamW
+
+STEPS = 50
+SIZES = [900_001, (600, 999), 5, 700_000]
+FORMS = {
+    "param": (torch.float32, "param"),
+    "split": (torch.bfloat16, "split"),
+    "separate": (torch.bfloat16, "separate"),
+}
+SWAPPERS = {
+    "partitioned": {"pipeline_read": False, "pipeline_write": False},
+    "read": {"pipeline_write": False},
+    "write": {"pipeline_read": False},
+    "both": {},
+}
+SETTINGS = {
+    "form": [*FORMS],
+    "swapper": [*SWAPPERS],
+    "budget": ["least", "half", "everything"],
+    "chunk": ["one block", "auto"],
+    "paths": [1, 3],
+    "engine": ["auto", "threads"],
+    "durability": ["checkpoint", "step"],
+}
+CORE = pairwise(SETTINGS)
+
+
+def case_id(case):
+    return "-".join(str(value) for value in case.values())
+
+
+@functools.cache
+def in_ram(form):
+    dtype, master = FORMS[form]
+    params = make_parameters(SIZES, dtype)
+    opt = AdamW(params, lr=0.01, swap={"master": master})
+    train(opt, params, STEPS)
+    return snapshot(opt, params)
+
+
+def budget_of(case, params, swap):
+    """Bytes of host_memory: the least that construction accepts, all, or between the two."""
+    if case["budget"] == "everything":
+        return "1GiB"
+    with pytest.raises(ConfigError, match="the least that does is") as caught:
+        AdamW(params, swap={**swap, "host_memory": "1MiB"})
+    least = int(re.search(r"the least that does is (\d+) bytes", str(caught.value))[1])
+    return least if case["budget"] == "least" else least + (12 << 20)
+
+
+def run(tmp_path, case):
+    dtype, master = FORMS[case["form"]]
+    params = make_parameters(SIZES, dtype)
+    swap = {
+        "path": [str(tmp_path / str(number)) for number in range(case["paths"])],
+        "master": master,
+        "engine": case["engine"],
+        "durability": case["durability"],
+        "sub_group_numel": 1 << 20,
+        "min_swap_bytes": 0,
+        "spare_slots": 0,
+        **SWAPPERS[case["swapper"]],
+    }
+    if case["chunk"] == "one block":
+        swap["chunk_numel"] = 1
+    swap["host_memory"] = budget_of(case, params, swap)
+    with AdamW(params, lr=0.01, swap=swap) as opt:
+        train(opt, params, STEPS)
+        found, stats = snapshot(opt, params), opt.stats()
+    if case["budget"] != "everything":
+        assert stats["read_bytes"] > 0
+    if case["budget"] != "everything" or case["durability"] == "step":
+        assert stats["write_bytes"] > 0
+    assert_same(found, in_ram(case["form"]))
+
+
+@pytest.mark.parametrize("case", CORE, ids=case_id)
+def test_fifty_steps_are_the_same_to_the_bit(tmp_path, case):
+    run(tmp_path, case)
+
+
+@pytest.mark.slow
+def test_fifty_steps_in_every_combination(tmp_path):
+    rows = itertools.product(*SETTINGS.values())
+    for number, values in enumerate(rows):
+        case = dict(zip(SETTINGS, values, strict=True))
+        try:
+            run(tmp_path / str(number), case)
+        except BaseException as error:
+            error.add_note(case_id(case))
+            raise
+
+
+def test_the_core_has_every_pair():
+    rows = itertools.product(*SETTINGS.values())
+    everything = set().union(*(pairs_of(dict(zip(SETTINGS, v, strict=True))) for v in rows))
+    assert everything == set().union(*map(pairs_of, CORE))
+    assert len(CORE) < 25
