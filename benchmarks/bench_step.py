@@ -2,15 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVMe step beside its bound and beside DeepSpeed's pipelined swapper.
 
-Each round runs, one after the other and in swapped order every second round: fio reading and
-writing at once (the ceiling of the folder's device), the swapio step, and DeepSpeed's ZeRO-3 step
+Each round runs, one after the other and in swapped order every second round: fio (read, write, and
+both at once: the ceilings of the folder's device), the swapio step, and DeepSpeed's ZeRO-3 step
 with `pipeline_read` and `pipeline_write` (left out when --peer-python has no DeepSpeed). Ratios are
 taken within a round; the medians of the ratios are printed, with their range.
 
 A swapio step is the wall time of --steps consecutive step() calls with gradients given, drained at
 the end, divided by their number; durability and checksums are at their defaults, parameters bf16
 with fp32 masters. DeepSpeed's is the median of its step() calls; its gradient traffic in backward
-is not counted against it. The bound is the bytes that the step moved divided by fio's rate.
+is not counted against it. The bound is the bytes that the step moved divided by fio's best rate for
+that mix: both at once, or one direction after the other where that is faster.
+
+CPU times are those of the process's threads less the kernels: what the kernels' own threads used,
+and what the calling thread used inside update kernels and checksums. fio's are of the same mix.
+
+With --compute S a pause of S seconds, a forward and backward on another device, lies before every
+step. Then `exposed_ms` is the time by which an iteration is longer than the same with all state in
+RAM, and `exposed_of_bound` compares it to what cannot be hidden: the bytes of all swapped records
+less the buffers, each direction at fio's rate for it alone.
 
 The last line of standard output is JSON. GB is 1e9 bytes.
 """
@@ -27,16 +36,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 DIM = 2048
 FIO = [
-    "fio", "--name=mix", "--rw=rw", "--rwmixread=50", "--direct=1", "--ioengine=io_uring",
-    "--fixedbufs=1", "--registerfiles=1", "--bs=512k", "--iodepth=32", "--iomem_align=2m",
-    "--thread=1", "--time_based=1", "--runtime=3", "--size=1G", "--fallocate=none",
-    "--invalidate=0", "--output-format=json",
+    "fio", "--direct=1", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1", "--bs=512k",
+    "--iodepth=32", "--iomem_align=2m", "--thread=1", "--time_based=1", "--runtime=3", "--size=1G",
+    "--fallocate=none", "--invalidate=0", "--output-format=json",
 ]  # fmt: skip
+FIO_MODES = {"read": ["--rw=read"], "write": ["--rw=write"], "mixed": ["--rw=rw"]}
 
 
 def resident_bytes() -> int:
@@ -45,10 +55,52 @@ def resident_bytes() -> int:
     return sum(int(line.split()[1]) << 10 for line in status if line.startswith(fields))
 
 
-def swapio_worker(folder: str, numel: int, host_memory: str, steps: int, extra: str) -> None:
-    import torch
+class CpuClock:
+    """CPU seconds of this process by what they were used for."""
 
-    from swapio.optim import AdamW
+    def __init__(self) -> None:
+        self.update = 0.0
+        self.checksums = 0.0
+
+    def watch(self) -> None:
+        """Wrap the native calls, to see what the calling thread uses inside them."""
+        from swapio import checksum
+        from swapio.optim import kernels
+
+        checksum._hash_blocks = self._timed(checksum._hash_blocks, "checksums")
+        for name in ("adam_step_spans", "hash_spans"):
+            setattr(kernels, name, self._timed(getattr(kernels, name), "update"))
+
+    def _timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(self, kind, getattr(self, kind) + time.thread_time() - began)
+
+        return timed
+
+    def now(self) -> dict[str, float]:
+        """Return seconds so far: all, system, and inside kernels, by kind."""
+        kernel_threads = engine_threads = 0.0
+        for task in Path("/proc/self/task").iterdir():
+            name = (task / "comm").read_text(encoding="ascii").strip()
+            used = int((task / "schedstat").read_text(encoding="ascii").split()[0]) / 1e9
+            kernel_threads += used if name == "swapio-kernel" else 0.0
+            engine_threads += used if name.startswith(("swapio-uring", "swapio-io")) else 0.0
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "total": time.process_time() - kernel_threads - self.update - self.checksums,
+            "engine": engine_threads,
+            "system": usage.ru_stime,
+            "checksums": self.checksums,
+            "kernels": kernel_threads + self.update + self.checksums,
+        }
+
+
+def make_parameters(numel: int) -> list[Any]:
+    import torch
 
     layers = max(2, round(numel / DIM**2))
     params = [
@@ -56,37 +108,71 @@ def swapio_worker(folder: str, numel: int, host_memory: str, steps: int, extra: 
     ]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-2
-    before = resident_bytes()
-    swap = {"path": folder, "host_memory": host_memory, "spare_slots": 0, **json.loads(extra)}
-    optimizer = AdamW(params, lr=1e-4, swap=swap)
-    for _ in range(2):
-        optimizer.step()
-    optimizer.synchronize()
-    start, usage = optimizer.stats(), resource.getrusage(resource.RUSAGE_SELF)
+    return params
+
+
+def take_steps(optimizer: Any, steps: int, compute: float) -> tuple[float, float]:
+    """Return (seconds, seconds inside step()) of an iteration, drained at the end."""
+    inside = 0.0
     began = time.perf_counter()
     for _ in range(steps):
+        time.sleep(compute)
+        before = time.perf_counter()
+        optimizer.step()
+        inside += time.perf_counter() - before
+    optimizer.synchronize()
+    return (time.perf_counter() - began) / steps, inside / steps
+
+
+def swapio_worker(arguments: argparse.Namespace) -> None:
+    from swapio.optim import AdamW
+
+    params = make_parameters(int(arguments.numel))
+    steps, count = arguments.steps, len(params) * DIM**2
+    clock = CpuClock()
+    clock.watch()
+    before = resident_bytes()
+    swap = {"path": arguments.dir, "host_memory": arguments.host_memory, "spare_slots": 0}
+    optimizer = AdamW(params, lr=1e-4, swap=swap | json.loads(arguments.extra))
+    for _ in range(2):
+        time.sleep(arguments.compute)
         optimizer.step()
     optimizer.synchronize()
-    seconds = time.perf_counter() - began
-    end, used = optimizer.stats(), resource.getrusage(resource.RUSAGE_SELF)
+    start, cpu = optimizer.stats(), clock.now()
+    seconds, inside = take_steps(optimizer, steps, arguments.compute)
+    end, used = optimizer.stats(), clock.now()
     grown = resident_bytes() - before
     moved = {k: end[k] - start[k] for k in end if isinstance(end[k], int | float)}
-    count = layers * DIM**2
     gigabytes = (moved["read_bytes"] + moved["write_bytes"]) / 1e9
-    cpu = used.ru_utime - usage.ru_utime, used.ru_stime - usage.ru_stime
+    spent = {name: used[name] - cpu[name] for name in cpu}
+    plan = optimizer.plan
     result = {
-        "ns_per_param": seconds / steps / count * 1e9,
-        "gb_per_s": gigabytes / seconds,
+        "ns_per_param": seconds / count * 1e9,
+        "step_seconds": inside,
+        "gb_per_s": gigabytes / steps / seconds,
         "read_bytes_per_param": moved["read_bytes"] / count / steps,
         "write_bytes_per_param": moved["write_bytes"] / count / steps,
-        "stall_share": moved["stall_seconds"] / seconds,
-        "compute_share": moved["compute_seconds"] / seconds,
-        "hash_s_per_gb": moved["hash_seconds"] / gigabytes if gigabytes else 0.0,
-        "user_s_per_gb": cpu[0] / gigabytes if gigabytes else 0.0,
-        "system_s_per_gb": cpu[1] / gigabytes if gigabytes else 0.0,
+        "stall_share": moved["stall_seconds"] / seconds / steps,
+        "compute_share": moved["compute_seconds"] / seconds / steps,
         "host_bytes": grown,
+        "resident_share": plan.resident_bytes / (10 * count),
+        "buffer_bytes": plan.staging_bytes,
+        "streamed_bytes": 10 * count - plan.resident_bytes,
     }
+    if gigabytes:
+        result |= {
+            "user_s_per_gb": (spent["total"] - spent["system"]) / gigabytes,
+            "cpu_s_per_gb": spent["total"] / gigabytes,
+            "engine_s_per_gb": spent["engine"] / gigabytes,
+            "checksum_s_per_gb": moved["hash_seconds"] / gigabytes,
+            "kernels_cpu_s_per_gb": spent["kernels"] / gigabytes,
+        }
     optimizer.close()
+    if arguments.compute:
+        with AdamW(params, lr=1e-4) as resident:
+            take_steps(resident, 1, 0.0)
+            seconds_in_ram, _ = take_steps(resident, steps, arguments.compute)
+        result["exposed_seconds"] = seconds - seconds_in_ram
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -113,8 +199,8 @@ def deepspeed_worker(folder: str, numel: int, steps: int) -> None:
             "offload_param": {"device": "cpu"},
         },
         "aio": {
-            "block_size": 1 << 20, "queue_depth": 16, "intra_op_parallelism": 2,
-            "single_submit": False, "overlap_events": True,
+            "block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2,
+            "single_submit": True, "overlap_events": True,
         },
     }  # fmt: skip
     engine = deepspeed.initialize(
@@ -143,24 +229,46 @@ def run_worker(python: str, kind: str, folder: str, options: list[str]) -> dict[
     return result
 
 
-def fio_mixed(folder: str) -> float | None:
-    """GB/s read and written at once, in total; None without fio."""
+def fio(folder: str) -> dict[str, float] | None:
+    """GB/s of each mode and CPU seconds per GB of the mix; None without fio."""
     if shutil.which("fio") is None:
         return None
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix="fio-") as scratch:
-        target = Path(scratch, "mix.0.0")
         block = os.urandom(1 << 20)
-        with target.open("wb") as file:
+        with Path(scratch, "job.0.0").open("wb") as file:
             for _ in range(1024):
                 file.write(block)
             os.fsync(file.fileno())
-        done = subprocess.run(
-            [*FIO, f"--directory={scratch}"],
-            capture_output=True, text=True, check=True, env=environment,
-        )  # fmt: skip
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
+        for mode, options in FIO_MODES.items():
+            done = subprocess.run(
+                [*FIO, "--name=job", *options, f"--directory={scratch}"],
+                capture_output=True, text=True, check=True, env=environment,
+            )  # fmt: skip
+            job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+            found[mode] = (job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
+            if mode == "mixed":
+                moved = (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9
+                cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+                found["cpu_s_per_gb"] = cpu / moved
+    print(f"fio: {found}", file=sys.stderr, flush=True)
+    return found
+
+
+def bound_ns(result: dict[str, Any], rates: dict[str, float]) -> float:
+    """Return the least time per parameter in which the device moves the bytes of a step."""
+    read, write = result["read_bytes_per_param"], result["write_bytes_per_param"]
+    turns = read / rates["read"] + write / rates["write"]
+    both = min(read, write)
+    rest = (read - both) / rates["read"] + (write - both) / rates["write"]
+    return float(min(turns, 2 * both / rates["mixed"] + rest))
+
+
+def exposed_bound(result: dict[str, Any], rates: dict[str, float]) -> float:
+    """Return the seconds of I/O that no forward and backward can hide."""
+    beyond = max(0, result["streamed_bytes"] - result["buffer_bytes"]) / 1e9
+    return float(beyond / rates["read"] + beyond / rates["write"])
 
 
 def spread(values: list[float]) -> list[float]:
@@ -170,10 +278,11 @@ def spread(values: list[float]) -> list[float]:
 def one_case(arguments: argparse.Namespace, numel: int, host_memory: str) -> dict[str, Any]:
     options = ["--numel", str(numel), "--host-memory", host_memory]
     options += ["--steps", str(arguments.steps), "--extra", arguments.extra]
+    options += ["--compute", str(arguments.compute)]
     rounds: dict[str, list[Any]] = {"swapio": [], "deepspeed": [], "fio": []}
     for number in range(arguments.rounds):
         kinds = ["swapio", "deepspeed"] if number % 2 == 0 else ["deepspeed", "swapio"]
-        rounds["fio"].append(fio_mixed(arguments.dir))
+        rounds["fio"].append(fio(arguments.dir))
         for kind in kinds:
             python = sys.executable if kind == "swapio" else arguments.peer_python
             result = run_worker(python, kind, arguments.dir, options) if python else None
@@ -183,36 +292,45 @@ def one_case(arguments: argparse.Namespace, numel: int, host_memory: str) -> dic
     return summarize(rounds)
 
 
+def median_and_range(row: dict[str, Any], name: str, values: list[float], digits: int = 3) -> None:
+    if values:
+        row[name] = round(statistics.median(values), digits)
+        row[f"{name}_range"] = spread(values)
+
+
 def summarize(rounds: dict[str, list[Any]]) -> dict[str, Any]:
-    ours = rounds["swapio"]
-    row: dict[str, Any] = {
-        "ns_per_param": round(statistics.median(r["ns_per_param"] for r in ours), 2),
-        "ns_range": spread([r["ns_per_param"] for r in ours]),
-    }
-    for name in ("read_bytes_per_param", "write_bytes_per_param", "stall_share"):
-        row[name] = round(statistics.median(r[name] for r in ours), 3)
-    row["host_gb"] = round(max(r["host_bytes"] for r in ours) / 1e9, 3)
-    bounds = []
-    for result, rate in zip(ours, rounds["fio"], strict=True):
-        moved = result["read_bytes_per_param"] + result["write_bytes_per_param"]
-        if rate:
-            bounds.append(result["ns_per_param"] / (moved / rate))
-    if bounds:
-        row["of_bound"] = round(statistics.median(bounds), 3)
-        row["of_bound_range"] = spread(bounds)
-    pairs = [
-        a["ns_per_param"] / b["ns_per_param"]
-        for a, b in zip(ours, rounds["deepspeed"], strict=True)
+    ours = [result for result in rounds["swapio"] if result]
+    row: dict[str, Any] = {}
+    median_and_range(row, "ns_per_param", [r["ns_per_param"] for r in ours], 2)
+    pairs = list(zip(rounds["swapio"], rounds["fio"], strict=True))
+    both = [(result, rates) for result, rates in pairs if result and rates]
+    median_and_range(
+        row,
+        "of_bound",
+        [result["ns_per_param"] / bound_ns(result, rates) for result, rates in both],
+    )
+    peers = [
+        (a["ns_per_param"], b["ns_per_param"])
+        for a, b in zip(rounds["swapio"], rounds["deepspeed"], strict=True)
         if a and b
     ]
-    if pairs:
-        row["deepspeed_ns"] = round(
-            statistics.median(r["ns_per_param"] for r in rounds["deepspeed"] if r), 2
-        )
-        row["of_deepspeed"] = round(statistics.median(pairs), 3)
-        row["of_deepspeed_range"] = spread(pairs)
-    for name in ("user_s_per_gb", "system_s_per_gb", "hash_s_per_gb"):
-        row[name] = round(statistics.median(r[name] for r in ours), 4)
+    if peers:
+        row["deepspeed_ns"] = round(statistics.median(b for _, b in peers), 2)
+        median_and_range(row, "of_deepspeed", [a / b for a, b in peers])
+    if ours and "exposed_seconds" in ours[0]:
+        row["exposed_ms"] = round(1e3 * statistics.median(r["exposed_seconds"] for r in ours), 1)
+        ratios = [r["exposed_seconds"] / bound for r, f in both if (bound := exposed_bound(r, f))]
+        median_and_range(row, "exposed_of_bound", ratios)
+    for name in ("read_bytes_per_param", "write_bytes_per_param", "stall_share", "compute_share"):
+        row[name] = round(statistics.median(r[name] for r in ours), 3)
+    row["host_gb"] = round(max(r["host_bytes"] for r in ours) / 1e9, 3)
+    for name in ("user", "cpu", "engine", "checksum"):
+        values = [r[f"{name}_s_per_gb"] for r in ours if f"{name}_s_per_gb" in r]
+        if values:
+            row[f"{name}_s_per_gb"] = round(statistics.median(values), 4)
+    if both:
+        row["fio_gb_per_s"] = round(statistics.median(rates["mixed"] for _, rates in both), 2)
+        row["fio_cpu_s_per_gb"] = round(statistics.median(r["cpu_s_per_gb"] for _, r in both), 4)
     return row
 
 
@@ -222,6 +340,7 @@ def main() -> None:
     parser.add_argument("--cases", default="1e8:256MiB", help="comma-separated NUMEL:HOST_MEMORY")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--peer-python", default="", help="a Python that has DeepSpeed")
     parser.add_argument("--extra", default="{}", help="more swap settings, as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -229,10 +348,7 @@ def main() -> None:
     parser.add_argument("--host-memory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker == "swapio":
-        swapio_worker(
-            arguments.dir, int(arguments.numel), arguments.host_memory, arguments.steps,
-            arguments.extra,
-        )  # fmt: skip
+        swapio_worker(arguments)
         return
     if arguments.worker == "deepspeed":
         deepspeed_worker(arguments.dir, int(arguments.numel), arguments.steps)
@@ -241,10 +357,12 @@ def main() -> None:
     rows = {}
     for case in arguments.cases.split(","):
         numel, _, host_memory = case.partition(":")
-        rows[f"{float(numel):.0e} parameters, {host_memory}"] = one_case(
-            arguments, int(float(numel)), host_memory
-        )
+        name = f"{float(numel):.0e} parameters, {host_memory}"
+        rows[name] = one_case(arguments, int(float(numel)), host_memory)
+        print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
     plain = {"rounds": arguments.rounds, "steps": arguments.steps}
+    if arguments.compute:
+        plain["compute_seconds"] = arguments.compute
     print(json.dumps({"bench": "step", **plain, "bf16_parameters": rows}))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from swapio.errors import ConfigError
@@ -18,6 +17,7 @@ from swapio.optim import kernels
 from swapio.optim.base import SwapOptimizer, SwapSetting
 from swapio.optim.context import Elsewhere, StepContext
 from swapio.optim.layout import Bucket, MasterForm, PackedGroup
+from swapio.optim.unit_cut import UnitCut
 from swapio.views import Chunk
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,24 +33,24 @@ class AdamRuleMixin(SwapOptimizer):
 
     def adam_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the units of a chunk that have a gradient; False if none has."""
-        rows = step.rows_of(packed, chunk.start, chunk.stop)
-        if not len(rows):
+        cut = self._cuts.of(packed, chunk.start, chunk.stop)
+        if not step.is_complete:
+            cut = UnitCut(packed, step.rows_of(packed, chunk.start, chunk.stop), chunk.start)
+        if not len(cut):
             return False
-        self._masters.check(packed, chunk, rows, step)
-        for dtype, chosen in step.by_dtype(packed.units.param[rows], rows):
+        self._masters.check(packed, chunk, cut, step)
+        for dtype, chosen in step.by_dtype(packed, cut, chunk.start):
             self._adam_call(packed, chunk, step, chosen, dtype)
-        self._masters.publish(packed, rows, step)
+        self._masters.publish(packed, cut, step)
         return True
 
     def _adam_call(
-        self, packed: PackedGroup, chunk: Chunk, step: StepContext, rows: Any, dtype: torch.dtype
+        self, packed: PackedGroup, chunk: Chunk, step: StepContext, cut: UnitCut, dtype: torch.dtype
     ) -> None:
-        units, bucket = packed.units, packed.bucket
-        spans = np.zeros(len(rows), kernels.SPAN_DTYPE)
-        param, offset = units.param[rows], units.offset[rows]
-        place = units.position[rows] - chunk.start
-        model = step.param_address[param] + (offset * bucket.dtype.itemsize).astype(np.uint64)
-        spans["grad"] = step.gradients.address[param] + (offset * dtype.itemsize).astype(np.uint64)
+        bucket, place = packed.bucket, cut.place
+        spans = cut.spans()
+        model = cut.of_parameters(step.param_address)
+        spans["grad"] = cut.of_gradients(step.gradients.address, dtype.itemsize)
         for name, record_dtype in self.adam_records().items():
             spans[name] = chunk.address(name) + place * record_dtype.itemsize
         # There is no kernel with an fp32 copy of an fp32 master: it is copied after the pass.
@@ -62,11 +62,9 @@ class AdamRuleMixin(SwapOptimizer):
             spans["param"] = model
         if bucket.form is MasterForm.SPLIT:
             spans["low"] = chunk.address("master_low") + place * 2
-        spans["numel"] = units.numel[rows]
-        spans["position"] = units.position[rows]
-        spans["hyper"] = step.hyper_index[param]
+        spans["hyper"] = step.hyper_index[cut.param]
         if step.elsewhere is not None:
-            self._redirect(spans, packed, rows, step.elsewhere)
+            self._redirect(spans, packed, cut, step.elsewhere)
         split = bucket.form is MasterForm.SPLIT
         ties = kernels.adam_step_spans(
             self._form(bucket.form, bucket.dtype, dtype),
@@ -78,24 +76,23 @@ class AdamRuleMixin(SwapOptimizer):
             threads=step.threads,
         )
         if is_copied and step.elsewhere is None:
-            kernels.copy_spans(spans["param"], model, units.numel[rows] * 4)
+            kernels.copy_spans(spans["param"], model, cut.numel * 4)
         elif is_copied and step.elsewhere is not None:
             master = "param" if step.elsewhere.chunk is None else "param_to"
-            kernels.copy_spans(spans[master], spans["out"], units.numel[rows] * 4)
+            kernels.copy_spans(spans[master], spans["out"], cut.numel * 4)
         if ties is not None and step.elsewhere is None:  # only a split master has them
-            self._masters.replace_ties(packed, rows, ties, chunk)
+            self._masters.replace_ties(packed, cut, ties, chunk)
         elif ties is not None and step.elsewhere is not None:
-            step.elsewhere.ties.append((rows, ties))
+            step.elsewhere.ties.append((cut.row_numbers(), ties))
 
-    def _redirect(self, spans: Any, packed: PackedGroup, rows: Any, to: Elsewhere) -> None:
+    def _redirect(self, spans: Any, packed: PackedGroup, cut: UnitCut, to: Elsewhere) -> None:
         """Have the results of a call written elsewhere; the sources stay as they are."""
-        units, bucket = packed.units, packed.bucket
-        offset = units.offset[rows] * bucket.dtype.itemsize
-        weights = to.weights[units.param[rows]] + offset.astype(np.uint64)
+        bucket = packed.bucket
+        weights = to.weights[cut.param] + cut.model_offset
         spans["out" if bucket.form is MasterForm.SEPARATE else "param_to"] = weights
         if to.chunk is None:
             return
-        place = units.position[rows] - to.chunk.start
+        place = cut.position - to.chunk.start
         for name, record_dtype in self.adam_records().items():
             spans[f"{name}_to"] = to.chunk.address(name) + place * record_dtype.itemsize
         if bucket.form is MasterForm.SEPARATE:
@@ -109,12 +106,12 @@ class AdamRuleMixin(SwapOptimizer):
         Nothing is changed: no ties, no digests, no parameter. A parameter that somebody else
         changed is left to the step proper, which knows what to do about it.
         """
-        rows = step.rows_of(packed, chunk.start, chunk.stop)
-        if not len(rows):
+        cut = UnitCut(packed, step.rows_of(packed, chunk.start, chunk.stop), chunk.start)
+        if not len(cut):
             return True
-        if self._masters.is_changed(packed, rows, step):
+        if self._masters.is_changed(packed, cut, step):
             return False
-        for dtype, chosen in step.by_dtype(packed.units.param[rows], rows):
+        for dtype, chosen in step.by_dtype(packed, cut, chunk.start):
             self._adam_call(packed, chunk, step, chosen, dtype)
         return True
 

@@ -14,6 +14,7 @@ import torch
 from swapio.optim import kernels
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import PackedGroup
+from swapio.optim.unit_cut import UnitCut
 from swapio.views import Chunk
 
 
@@ -47,6 +48,7 @@ class StepContext:
         gradients: Addresses of this step's gradients.
         scale: Factor for every gradient.
         counts: Step count of each parameter, this step included.
+        is_complete: Whether every parameter has a gradient.
         param_address: Address of each parameter's first element (uint64).
         threads: At most so many threads for the kernels; None for all.
         elsewhere: Where results go, in an early step; None for in place.
@@ -65,6 +67,7 @@ class StepContext:
     ) -> None:
         self.gradients = gradients
         self.scale = scale
+        self.is_complete = gradients.complete
         self.counts = counts + gradients.present
         self.param_address = gradients.parameters
         self.hyper_index, self.hypers = self._hyper_table(source, groups)
@@ -93,7 +96,7 @@ class StepContext:
 
     def touches(self, packed: PackedGroup) -> bool:
         """Whether any parameter of a sub-group has a gradient."""
-        return self.gradients.complete or bool(self.gradients.present[packed.units.param].any())
+        return self.is_complete or bool(self.gradients.present[packed.units.param].any())
 
     def rows_of(self, packed: PackedGroup, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Units of a sub-group within elements `[start, stop)` that have a gradient."""
@@ -105,15 +108,17 @@ class StepContext:
         return chosen
 
     def by_dtype(
-        self, params: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[torch.dtype, npt.NDArray[np.int64]]]:
-        """Split unit rows by the dtype of their gradient."""
+        self, packed: PackedGroup, cut: UnitCut, chunk_start: int
+    ) -> Iterator[tuple[torch.dtype, UnitCut]]:
+        """Split the units of a chunk by the dtype of their gradient."""
         common, others = self.gradients.dtype, self.gradients.dtypes
         if common is None:
             return
         if not others:
-            yield common, rows
+            yield common, cut
             return
-        dtypes = [others.get(int(param), common) for param in params]
+        rows = cut.row_numbers()
+        dtypes = [others.get(int(param), common) for param in cut.param]
         for dtype in dict.fromkeys(dtypes):
-            yield dtype, rows[np.array([d is dtype for d in dtypes])]
+            chosen = rows[np.array([d is dtype for d in dtypes])]
+            yield dtype, UnitCut(packed, chosen, chunk_start)

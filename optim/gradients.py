@@ -22,6 +22,7 @@ from swapio.optim import kernels
 from swapio.optim.layout import ParameterInfo
 from swapio.optim.parameters import Addresses, ParameterTable
 
+# In the order of the kernels' codes.
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 OVERFLOWED = "some parameter (the sum of squares overflowed)"
@@ -71,12 +72,17 @@ def collect(table: ParameterTable) -> Gradients:
             parameter was replaced by something that its state does not fit.
     """
     parameters = table.refresh()
+    seen = table.gradients()
+    if seen is not None:
+        address, code, num_present = seen
+        dtype = GRADIENT_DTYPES[code] if num_present else None
+        return Gradients(parameters, address, address != 0, dtype=dtype)
     grads = list(map(_grad, table.tensors))
     count = len(grads)
-    address = _plain(table, grads)
-    if address is not None:
+    plain = _plain(table, grads)
+    if plain is not None:
         present = np.ones(count, bool)
-        return Gradients(parameters, address, present, dtype=grads[0].dtype if grads else None)
+        return Gradients(parameters, plain, present, dtype=grads[0].dtype if grads else None)
     table.verify()
     result = Gradients(parameters, np.zeros(count, np.uint64), np.zeros(count, bool))
     for index, grad in enumerate(grads):

@@ -26,13 +26,14 @@ from swapio.errors import SwapStateError
 from swapio.optim import kernels
 from swapio.optim.cuda_weights import host_addresses
 from swapio.optim.layout import UNIT_NUMEL, Layout, MasterForm, PackedGroup, flat
+from swapio.optim.unit_cut import Rows, UnitCut
 from swapio.swapper import PartitionedSwapper
 from swapio.views import Chunk
 
 if TYPE_CHECKING:
     from swapio.optim.context import StepContext
 
-Rows = npt.NDArray[np.int64]
+_ALL = slice(None)
 _RESTORE_NUMEL = 4 * UNIT_NUMEL
 _LIST, _BITMAP = b"\0", b"\1"
 
@@ -67,8 +68,8 @@ class Masters:
         """Take the digests of all units of new sub-groups."""
         for packed in groups:
             if self._has_digest(packed):
-                rows = np.arange(len(packed.units.param))
-                packed.units.digest[:] = self._hash_now(packed, rows)
+                cut = UnitCut(packed, _ALL, 0)
+                packed.units.digest[:] = self._hash_now(packed, cut)
                 packed.units.known[:] = True
 
     def begin_step(self, step: StepContext) -> None:
@@ -78,7 +79,7 @@ class Masters:
         for packed in self._layout.groups.values():
             if self._has_digest(packed):
                 rows = np.flatnonzero(step.gradients.present[packed.units.param])
-                now = self._hash_now(packed, rows)
+                now = self._hash_now(packed, UnitCut(packed, rows, 0))
                 changed = rows[packed.units.known[rows] & (now != packed.units.digest[rows])]
                 if len(changed):
                     info = self._layout.infos[packed.units.param[changed[0]]]
@@ -88,26 +89,28 @@ class Masters:
                         "as new master weights"
                     )
 
-    def check(self, packed: PackedGroup, chunk: Chunk, rows: Rows, step: StepContext) -> None:
+    def check(
+        self, packed: PackedGroup, chunk: Chunk, rows: Rows | UnitCut, step: StepContext
+    ) -> None:
         """Resync the masters of those units in `rows` whose parameter somebody else changed."""
         if not self._has_digest(packed):
             return
-        changed = self._changed(packed, rows, step)
+        changed = _changed(packed, _cut_of(packed, rows), step)
         if not len(changed):
             return
         if self._foreign is None:
             self._foreign = self._layout.infos[packed.units.param[changed[0]]].name
         self._resync(packed, chunk, changed)
 
-    def is_changed(self, packed: PackedGroup, rows: Rows, step: StepContext) -> bool:
+    def is_changed(self, packed: PackedGroup, cut: UnitCut, step: StepContext) -> bool:
         """Whether somebody else changed the parameter of one of these units."""
-        return self._has_digest(packed) and bool(len(self._changed(packed, rows, step)))
+        return self._has_digest(packed) and bool(len(_changed(packed, cut, step)))
 
     def digests_at(
         self, packed: PackedGroup, rows: Rows, weights: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64] | None:
         """Digests of units whose weights lie at other addresses; None where none are kept."""
-        return self._hash(packed, rows, weights) if self._has_digest(packed) else None
+        return _hash(_cut_of(packed, rows), weights) if self._has_digest(packed) else None
 
     def adopt_digests(
         self, packed: PackedGroup, rows: Rows, digests: npt.NDArray[np.uint64]
@@ -128,7 +131,7 @@ class Masters:
             if not self._has_digest(packed):
                 continue
             units = packed.units
-            now = self._hash_now(packed, np.arange(len(units.param)))
+            now = self._hash_now(packed, UnitCut(packed, _ALL, 0))
             changed = np.flatnonzero(units.known & (now != units.digest))
             for row in changed:
                 self._adopt_unit(packed, int(row))
@@ -161,11 +164,12 @@ class Masters:
                 stacklevel=2,
             )
 
-    def publish(self, packed: PackedGroup, rows: Rows, step: StepContext) -> None:
+    def publish(self, packed: PackedGroup, rows: Rows | UnitCut, step: StepContext) -> None:
         """Remember what the parameters are after their update."""
         if self._has_digest(packed):
-            packed.units.digest[rows] = self._hash(packed, rows, step.param_address)
-            packed.units.known[rows] = True
+            cut = _cut_of(packed, rows)
+            packed.units.digest[cut.rows] = _hash(cut, step.param_address)
+            packed.units.known[cut.rows] = True
 
     # -- the parameter as a record -----------------------------------------------------------
 
@@ -239,21 +243,24 @@ class Masters:
     def ties_of(self, packed: PackedGroup, start: int, stop: int) -> npt.NDArray[np.uint32]:
         """Sorted positions of ties within elements `[start, stop)` of a sub-group."""
         ties = self._all_ties(packed.key)
-        lo, hi = np.searchsorted(ties, (start, stop))
+        lo, hi = ties.searchsorted((start, stop))
         return ties[lo:hi]
 
     def replace_ties(
         self,
         packed: PackedGroup,
-        rows: Rows,
+        rows: Rows | UnitCut,
         new: npt.NDArray[np.uint32],
         chunk: Chunk | None = None,
     ) -> None:
         """Replace the ties of the units in `rows` (all within `chunk`, if given) by `new`."""
         ties = self._all_ties(packed.key)
         bounds = (0, packed.numel) if chunk is None else (chunk.start, chunk.stop)
-        lo, hi = np.searchsorted(ties, bounds)
+        lo, hi = ties.searchsorted(bounds)
         old = ties[lo:hi]
+        rows = rows.rows if isinstance(rows, UnitCut) else rows
+        if isinstance(rows, slice) and chunk is not None:  # all units of the chunk
+            old = old[:0]
         if len(old):
             row_of = np.searchsorted(packed.units.position, old, side="right") - 1
             old = old[~np.isin(row_of, rows)]
@@ -375,27 +382,14 @@ class Masters:
         infos = self._layout.infos
         return np.fromiter((info.param.data_ptr() for info in infos), np.uint64, len(infos))
 
-    def _hash(
-        self, packed: PackedGroup, rows: Rows, param_address: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.uint64]:
-        units, width = packed.units, packed.bucket.dtype.itemsize
-        starts = param_address[units.param[rows]] + (units.offset[rows] * width).astype(np.uint64)
-        hashes: npt.NDArray[np.uint64] = kernels.hash_spans(starts, units.numel[rows] * width)
-        return hashes
-
-    def _hash_now(self, packed: PackedGroup, rows: Rows) -> npt.NDArray[np.uint64]:
+    def _hash_now(self, packed: PackedGroup, cut: UnitCut) -> npt.NDArray[np.uint64]:
         """Digests of parameters as they are, wherever they are; blocks on a device."""
         addresses, memory = host_addresses(self._layout.infos, packed)
-        hashes = self._hash(packed, rows, addresses)
+        hashes = _hash(cut, addresses)
         del memory  # not before
         return hashes
 
-    def _changed(self, packed: PackedGroup, rows: Rows, step: StepContext) -> Rows:
-        now = self._hash(packed, rows, step.param_address)
-        changed: Rows = rows[packed.units.known[rows] & (now != packed.units.digest[rows])]
-        return changed
-
-    def _resync(self, packed: PackedGroup, chunk: Chunk, rows: Rows) -> None:
+    def _resync(self, packed: PackedGroup, chunk: Chunk, rows: npt.NDArray[np.int64]) -> None:
         """Make the masters of some units what their parameters are."""
         units = packed.units
         split = packed.bucket.form is MasterForm.SPLIT
@@ -410,6 +404,27 @@ class Masters:
                 record[at : at + count] = source[first : first + count]
         if split:
             self.replace_ties(packed, rows, np.zeros(0, np.uint32), chunk)
+
+
+def _cut_of(packed: PackedGroup, rows: Rows | UnitCut) -> UnitCut:
+    return rows if isinstance(rows, UnitCut) else UnitCut(packed, rows, 0)
+
+
+def _hash(cut: UnitCut, param_address: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    hashes: npt.NDArray[np.uint64] = kernels.hash_spans(
+        cut.of_parameters(param_address), cut.model_nbytes
+    )
+    return hashes
+
+
+def _changed(packed: PackedGroup, cut: UnitCut, step: StepContext) -> npt.NDArray[np.int64]:
+    """Rows whose parameter is not what it was after its last update."""
+    now = _hash(cut, step.param_address)
+    is_changed = now != packed.units.digest[cut.rows]
+    is_changed &= packed.units.known[cut.rows]
+    if not is_changed.any():
+        return np.zeros(0, np.int64)
+    return cut.row_numbers()[is_changed]
 
 
 def _encode(ties: npt.NDArray[np.uint32], numel: int) -> bytes:

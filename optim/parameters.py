@@ -8,6 +8,9 @@ Invariants:
 - no address is used before `refresh` has seen that dtype, shape and strides are those of
   registration: the kernels would read and write whatever lies there;
 - one pass over 100,000 parameters makes no list of temporaries (shapes and sizes are interned).
+
+Parameters and gradients are looked at in one native pass (`TensorLayouts`, through DLPack's
+exchange table), or, with a torch that has none and for tensor subclasses, property by property.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio import _kernels
 from swapio.errors import ConfigError
 from swapio.optim.layout import ParameterInfo
 
@@ -50,6 +54,7 @@ class ParameterTable:
         self._address: Addresses = np.zeros(0, np.uint64)
         self._ids: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._layouts = _new_layouts()
 
     def __len__(self) -> int:
         """Return the number of parameters."""
@@ -68,6 +73,7 @@ class ParameterTable:
         count = len(self.infos)
         for column in (self.tensors, self.shapes, self._nbytes):
             del column[count:]
+        kept = len(self.tensors)
         self._strides = {i: strides for i, strides in self._strides.items() if i < count}
         shapes: dict[torch.Size, torch.Size] = {shape: shape for shape in set(self.shapes)}
         numbers: dict[int, int] = {}
@@ -81,6 +87,10 @@ class ParameterTable:
         self.numels = np.fromiter(map(torch.Tensor.numel, self.tensors), np.int64, count)
         self._address = np.fromiter(map(_data_ptr, self.tensors), np.uint64, count)
         self.is_contiguous = not self._strides
+        if self._layouts is not None:
+            self._layouts.truncate(kept)
+            if not self._layouts.extend(self.tensors[kept:]):
+                self._layouts = None
         ids = np.fromiter((id(info.listed) for info in self.infos), np.int64, count)
         self._order = np.argsort(ids)
         self._ids = ids[self._order]
@@ -106,14 +116,36 @@ class ParameterTable:
         Raises:
             ConfigError: A parameter was replaced by something that its state does not fit.
         """
-        count = len(self.tensors)
-        now = np.fromiter(map(_data_ptr, self.tensors), np.uint64, count)
-        same_sizes = all(map(eq, map(_nbytes, self.tensors), self._nbytes))
-        if not (same_sizes and np.array_equal(now, self._address)):
+        now, same = self._look()
+        if not (same and np.array_equal(now, self._address)):
             self.verify()
+            if not same:
+                now = self._addresses()
             check_overlap(self.infos, now, np.array(self._nbytes, np.int64))
             self._address = now
         return now
+
+    def _look(self) -> tuple[Addresses, bool]:
+        """Addresses as of now, and whether all parameters are what they were at registration."""
+        if self._layouts is None:
+            return self._addresses(), all(map(eq, map(_nbytes, self.tensors), self._nbytes))
+        now = np.empty(len(self.tensors), np.uint64)
+        return now, self._layouts.addresses(self.tensors, now) < 0
+
+    def _addresses(self) -> Addresses:
+        return np.fromiter(map(_data_ptr, self.tensors), np.uint64, len(self.tensors))
+
+    def gradients(self) -> tuple[Addresses, int, int] | None:
+        """Addresses of all gradients (0: none), the code of their dtype, and how many there are.
+
+        None if they are not all of one dtype, laid out as their parameters, or cannot be looked at
+        in one pass: then each must be looked at by itself.
+        """
+        if self._layouts is None:
+            return None
+        address = np.empty(len(self.tensors), np.uint64)
+        found = self._layouts.grad_addresses(self.tensors, address)
+        return None if found is None else (address, *found)
 
     def verify(self) -> None:
         """Look at every parameter closely; raises as `refresh`."""
@@ -135,6 +167,16 @@ class ParameterTable:
                 "Nothing was stepped. Convert, move or reshape a model before its optimizer is "
                 "made, or assign p.data of the same kind"
             )
+
+
+def _new_layouts() -> _kernels.TensorLayouts | None:
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:  # torch before 2.10
+        return None
+    try:
+        return _kernels.TensorLayouts(exchange, (torch.nn.Parameter, torch.Tensor))
+    except ValueError:  # a later DLPack
+        return None
 
 
 def check_overlap(

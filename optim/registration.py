@@ -35,6 +35,7 @@ from swapio.optim.layout import (
 from swapio.optim.masters import Masters
 from swapio.optim.parameters import ParameterTable
 from swapio.optim.ranks import Ranks, find_ranks
+from swapio.optim.unit_cut import UnitCuts
 from swapio.residency import ResidencyRules
 from swapio.runtime import GroupRequest, SwapRuntime
 from swapio.subgroup import RecordSpec
@@ -65,6 +66,7 @@ class Registration(torch.optim.Optimizer):
         self._table = ParameterTable(self._layout.infos)
         self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._owned: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._cuts = UnitCuts()
         self._rules = ResidencyRules(config.resident)
         self._buckets: dict[Bucket, Bucket] = {}
         self._frozen: list[Listed] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from swapio.store import TransferFuture
 from swapio.subgroup import Placement, RecordBuffer, SubGroup, place
@@ -30,7 +29,11 @@ class ItemState(enum.Enum):
 
 
 class Item:
-    """One chunk of a sub-group in RAM."""
+    """One chunk of a sub-group in RAM.
+
+    Attributes:
+        in_use: It is handed out by `chunks()`: neither written nor given up meanwhile.
+    """
 
     __slots__ = ("buffer", "dirty", "future", "id", "in_use", "keep", "nbytes", "state")
 
@@ -43,15 +46,6 @@ class Item:
         self.future: TransferFuture | None = None
         self.keep = False
         self.in_use = False
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """While it is handed out by `chunks()` it is neither written nor given up."""
-        self.in_use = True
-        try:
-            yield
-        finally:
-            self.in_use = False
 
 
 class Schedule:

@@ -13,7 +13,8 @@ import ctypes
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from swapio.align import BLOCK_BYTES
 
 Hashes = npt.NDArray[np.uint64]
 _HashSpans = Callable[[npt.NDArray[np.uint64], npt.NDArray[np.int64]], Hashes]
+_HashBlocks = Callable[[Sequence[tuple[int, int]], int], Hashes]
 
 
 def _hash_spans_in_python(
@@ -37,15 +39,23 @@ def _hash_spans_in_python(
     return hashes
 
 
-def _native_hash_spans() -> _HashSpans | None:
+def _native(name: str) -> Any:
+    """The kernel of that name, or None if this build has none that hashes."""
     try:
         kernels = importlib.import_module("swapio._kernels")
     except ImportError:
         return None
-    return getattr(kernels, "hash_spans", None)
+    return getattr(kernels, name, None) if kernels.has_xxh3 else None
 
 
-_hash_spans: _HashSpans = _native_hash_spans() or _hash_spans_in_python
+_hash_spans: _HashSpans = _native("hash_spans") or _hash_spans_in_python
+
+
+def _hash_blocks_as_spans(ranges: Sequence[tuple[int, int]], block_bytes: int) -> Hashes:
+    return _hash_spans(*block_spans(ranges, block_bytes))
+
+
+_hash_blocks: _HashBlocks = _native("hash_blocks") or _hash_blocks_as_spans
 
 
 def block_spans(
@@ -72,22 +82,18 @@ def block_spans(
     return np.concatenate(addresses), np.concatenate(lengths)
 
 
-def span_hashes(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64]) -> Hashes:
-    """Hash each span of memory; the caller keeps the memory alive and unchanged meanwhile.
-
-    Args:
-        addresses: First byte of each span, `uint64[n]`.
-        nbytes: Length of each span in bytes, `int64[n]`.
-
-    Returns:
-        `uint64[n]`, the xxh3-64 (seed 0) of each span.
-    """
-    return _hash_spans(addresses, nbytes)
-
-
 def block_hashes(address: int, nbytes: int, block_bytes: int = BLOCK_BYTES) -> Hashes:
     """Return the xxh3-64 of each block of the memory at `address`, the last one possibly short."""
-    return _hash_spans(*block_spans([(address, nbytes)], block_bytes))
+    return _hash_blocks([(address, nbytes)], block_bytes)
+
+
+def range_hashes(ranges: Sequence[tuple[int, int]]) -> Hashes:
+    """Return the xxh3-64 of each block of `(address, nbytes)` ranges, in order.
+
+    Every range begins a block, and its last one may be short. The caller keeps the memory alive and
+    unchanged meanwhile.
+    """
+    return _hash_blocks(ranges, BLOCK_BYTES)
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> int:

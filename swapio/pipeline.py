@@ -255,8 +255,11 @@ class PipelinedSwapper(WriteBehind):
             start, stop = group.chunk_bounds(index)
             chunk = Chunk(group, start, group.numel if stop is None else stop, buffers)
             self._stats.num_chunks += 1
-            with item.used():
+            item.in_use = True
+            try:
                 yield chunk
+            finally:
+                item.in_use = False
             with self._lock:
                 if chunk.dirty:
                     self._dirty[group.key].update(chunk.dirty & group.resident)

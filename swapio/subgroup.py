@@ -18,6 +18,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -80,18 +81,25 @@ class RecordSpec:
 
 
 class Placement(NamedTuple):
-    """Where the part `[start, stop)` (elements) of one record lies in a buffer."""
+    """Where the part `[start, stop)` (elements) of one record lies in a buffer.
+
+    Attributes:
+        record: The record.
+        dtype: Its dtype.
+        start: First element.
+        stop: Element after the last.
+        byte_offset: Of the part in the buffer.
+        byte_start: Of the part in the record.
+        nbytes: Of the part.
+    """
 
     record: str
     dtype: torch.dtype
     start: int
     stop: int
     byte_offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return (self.stop - self.start) * self.dtype.itemsize
+    byte_start: int
+    nbytes: int
 
 
 def place(
@@ -106,8 +114,10 @@ def place(
     for record in records:
         spec = specs[record]
         end = spec.numel if stop is None else stop
-        placements.append(Placement(record, spec.dtype, start, end, offset))
-        offset = round_up(offset + placements[-1].nbytes, PAGE_BYTES) + STAGGER_BYTES
+        width = spec.dtype.itemsize
+        nbytes = (end - start) * width
+        placements.append(Placement(record, spec.dtype, start, end, offset, start * width, nbytes))
+        offset = round_up(offset + nbytes, PAGE_BYTES) + STAGGER_BYTES
     return tuple(placements), max(PAGE_BYTES, round_up(offset - STAGGER_BYTES, PAGE_BYTES))
 
 
@@ -144,7 +154,7 @@ class RecordBuffer:
         """The transfers that move the buffer from or to storage."""
         base = self.lease.address
         return [
-            Piece(p.record, p.start * p.dtype.itemsize, p.nbytes, base + p.byte_offset)
+            Piece(p.record, p.byte_start, p.nbytes, base + p.byte_offset)
             for p in self.placements.values()
             if p.nbytes and (records is None or p.record in records)
         ]
@@ -168,12 +178,12 @@ class SubGroup:
         if not self.is_uniform:
             self.streamed = False
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether all records have the same number of elements."""
         return len({spec.numel for spec in self.specs.values()}) == 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the longest record."""
         return max(spec.numel for spec in self.specs.values())

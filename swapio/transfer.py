@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from swapio.aio import OP_READ, OP_WRITE, Engine, Request
 from swapio.align import BLOCK_BYTES
-from swapio.checksum import Hashes, block_spans, span_hashes
+from swapio.checksum import Hashes, range_hashes
 from swapio.errors import ConfigError, CorruptionError, SwapStateError
 from swapio.persistent import PersistentIO
 from swapio.slots import Slot, SubGroup
@@ -151,17 +150,17 @@ class Mover:
         requests, blocks = _plan(sub_group, slot, pieces, OP_WRITE)
         nbytes = sum(piece[2] for piece in pieces)
         if self.has_checksums:
-            hashes = self.hash(*block_spans([(piece[3], piece[2]) for piece in pieces]))
+            hashes = self.hash(pieces)
             position = 0
             for first, end in blocks:
                 slot.hashes[first:end] = hashes[position : position + end - first]
                 position += end - first
         return WriteTransfer(PersistentIO(self.engine, requests, owner), slot, blocks, nbytes)
 
-    def hash(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> Hashes:
-        """Return checksums of spans and count the time."""
+    def hash(self, pieces: Sequence[Piece]) -> Hashes:
+        """Return the checksums of the blocks of pieces, in order, and count the time."""
         started = time.perf_counter()
-        hashes = span_hashes(addresses, lengths)
+        hashes = range_hashes([(piece[3], piece[2]) for piece in pieces])
         self._counters.add(hash_seconds=time.perf_counter() - started)
         return hashes
 
@@ -179,7 +178,7 @@ class _Spans:
         self._pieces = pieces
 
     def verify(self, expected: Hashes) -> CorruptionError | None:
-        found = self._mover.hash(*block_spans([(piece[3], piece[2]) for piece in self._pieces]))
+        found = self._mover.hash(self._pieces)
         different = np.flatnonzero(found != expected)
         if not len(different):
             return None
@@ -234,11 +233,9 @@ def _plan(
             raise _bad_piece(sub_group, place, piece)
         first = place.first_block + start // BLOCK_BYTES
         blocks.append((first, first - (-nbytes // BLOCK_BYTES)))
-        if len(place.runs) == 1:
+        if len(place.runs) == 1 and (file := files[place.runs[0][0]]) is not None:
             path, offset = place.runs[0]
-            requests.append(
-                Request(op, _file(files[path]), address, nbytes, bases[path] + offset + start)
-            )
+            requests.append(Request(op, file, address, nbytes, bases[path] + offset + start))
             continue
         for path, offset, length in place.pieces(start, nbytes):
             requests.append(Request(op, _file(files[path]), address, length, bases[path] + offset))

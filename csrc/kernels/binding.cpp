@@ -8,18 +8,21 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
 #include "pool.h"
 #include "spans.h"
 #include "symmetric.h"
+#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -188,9 +191,7 @@ py::array_t<double> square_sum_spans(const Array<uint64_t>& addresses, const Arr
   return py::array_t<double>(static_cast<py::ssize_t>(sums.size()), sums.data());
 }
 
-py::array_t<uint64_t> hash_spans_(const Array<uint64_t>& addresses, const Array<int64_t>& nbytes,
-                                  const Threads& threads) {
-  const auto runs = make_runs(addresses, nullptr, nbytes, 1, 1);
+py::array_t<uint64_t> hash_runs(const std::vector<Run>& runs, const Threads& threads) {
   const int limit = thread_limit(threads);
   py::array_t<uint64_t> hashes(static_cast<py::ssize_t>(runs.size()));
   uint64_t* const out = hashes.mutable_data();
@@ -203,6 +204,25 @@ py::array_t<uint64_t> hash_spans_(const Array<uint64_t>& addresses, const Array<
         "use the xxhash wheel");
   }
   return hashes;
+}
+
+py::array_t<uint64_t> hash_spans_(const Array<uint64_t>& addresses, const Array<int64_t>& nbytes,
+                                  const Threads& threads) {
+  return hash_runs(make_runs(addresses, nullptr, nbytes, 1, 1), threads);
+}
+
+py::array_t<uint64_t> hash_blocks(const std::vector<std::pair<uint64_t, int64_t>>& ranges,
+                                  int64_t block_bytes, const Threads& threads) {
+  if (block_bytes < 1) throw py::value_error("block_bytes must be at least 1");
+  std::vector<Run> runs;
+  for (const auto& [address, nbytes] : ranges) {
+    if (nbytes < 0) throw py::value_error("a length is negative");
+    if (nbytes > 0 && address == 0) throw py::value_error("an address is null");
+    for (int64_t at = 0; at < nbytes; at += block_bytes) {
+      runs.push_back({address + static_cast<uint64_t>(at), 0, std::min(block_bytes, nbytes - at)});
+    }
+  }
+  return hash_runs(runs, threads);
 }
 
 void convert_spans_(const Array<uint64_t>& src, const Array<uint64_t>& dst,
@@ -338,6 +358,9 @@ void define_data(py::module_& m) {
         "Sum of squares of each span, in float64.");
   m.def("hash_spans", &hash_spans_, py::arg("addresses"), py::arg("nbytes"), py::kw_only(),
         py::arg("threads") = py::none(), "xxh3-64 (seed 0) of each span.");
+  m.def("hash_blocks", &hash_blocks, py::arg("ranges"), py::arg("block_bytes"), py::kw_only(),
+        py::arg("threads") = py::none(),
+        "xxh3-64 (seed 0) of each block of (address, nbytes) ranges; the last may be short.");
   m.def("convert_spans", &convert_spans_, py::arg("src"), py::arg("dst"), py::arg("numels"),
         py::arg("src_dtype"), py::arg("dst_dtype"), py::kw_only(), py::arg("threads") = py::none(),
         "Convert, rounding to nearest even as Tensor.to does.");
@@ -378,6 +401,18 @@ void define_settings(py::module_& m) {
   m.def("stop_threads", &stop_threads_, "End idle threads; the next call starts them again.");
 }
 
+void define_tensors(py::module_& m) {
+  py::class_<TensorLayouts>(m, "TensorLayouts",
+                            "Layouts of tensors, and where they and their gradients are now.")
+      .def(py::init<const py::capsule&, const py::tuple&>(), py::arg("exchange"), py::arg("types"))
+      .def("__len__", &TensorLayouts::size)
+      .def("extend", &TensorLayouts::extend, py::arg("tensors"))
+      .def("truncate", &TensorLayouts::truncate, py::arg("count"))
+      .def("addresses", &TensorLayouts::addresses, py::arg("tensors"), py::arg("out").noconvert())
+      .def("grad_addresses", &TensorLayouts::grad_addresses, py::arg("tensors"),
+           py::arg("out").noconvert());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
@@ -395,6 +430,7 @@ PYBIND11_MODULE(_kernels, m) {
   define_data(m);
   define_products(m);
   define_settings(m);
+  define_tensors(m);
   // Threads end before the interpreter does, so that no tool sees them die.
   py::module_::import("atexit").attr("register")(m.attr("stop_threads"));
 }

@@ -52,7 +52,7 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
 endif()
 
 python_add_library(_kernels MODULE WITH_SOABI
-  ${kernels}/binding.cpp $<TARGET_OBJECTS:swapio_kernels>)
+  ${kernels}/binding.cpp ${kernels}/tensors.cpp $<TARGET_OBJECTS:swapio_kernels>)
 target_include_directories(_kernels PRIVATE ${kernels})
 target_link_libraries(_kernels PRIVATE pybind11::headers Threads::Threads swapio_warnings)
 

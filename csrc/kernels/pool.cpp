@@ -128,6 +128,7 @@ class Pool {
   }
 
   void serve(size_t index) {
+    pthread_setname_np(pthread_self(), "swapio-kernel");
     bind(index);
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
