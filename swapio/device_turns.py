@@ -130,7 +130,8 @@ class TurnTaker:
         self._turns = turns
         self._patience_seconds = patience_seconds
         self._condition = threading.Condition()
-        self._state: Literal["idle", "asked", "held", "closed"] = "idle"
+        self._state: Literal["idle", "asked", "held"] = "idle"
+        self._is_closed = False
         self._is_waiting = False  # the thread is on its way to the locks, or has them
         self._is_overdue = False
         self._thread: threading.Thread | None = None
@@ -179,7 +180,7 @@ class TurnTaker:
     def close(self) -> None:
         """Close the locks. A thread that still waits for one ends when it has it."""
         with self._condition:
-            self._state = "closed"
+            self._state, self._is_closed = "idle", True
             self._condition.notify_all()
             if not self._is_waiting:
                 self._close_all()
@@ -219,9 +220,9 @@ class TurnTaker:
                     self._release_all()
                 self._is_waiting = self._is_overdue = False
                 self._condition.notify_all()
-                if self._state == "closed":
+                if self._is_closed:
                     self._close_all()
                     return
-                self._condition.wait_for(lambda: self._is_waiting or self._state == "closed")
-                if self._state == "closed":
+                self._condition.wait_for(lambda: self._is_waiting or self._is_closed)
+                if self._is_closed:
                     return
