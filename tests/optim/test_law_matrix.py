@@ -20,6 +20,7 @@ from swapio.errors import ConfigError
 from swapio.optim import AdamW
 
 STEPS = 50
+BLOCK_NUMEL = 1 << 18  # of fp32; rounded up to a block of the smallest record
 SIZES = [900_001, (600, 999), 5, 700_000]
 FORMS = {
     "param": (torch.float32, "param"),
@@ -81,7 +82,7 @@ def run(tmp_path, case):
         **SWAPPERS[case["swapper"]],
     }
     if case["chunk"] == "one block":
-        swap["chunk_numel"] = 1
+        swap["chunk_numel"] = BLOCK_NUMEL
     swap["host_memory"] = budget_of(case, params, swap)
     with AdamW(params, lr=0.01, swap=swap) as opt:
         train(opt, params, STEPS)
