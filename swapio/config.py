@@ -79,7 +79,7 @@ class SwapConfig:
         "Elements that are read, updated and written as one piece of a sub-group; a multiple of"
         " 262144, rounded up to whole 1 MiB blocks of the smallest record. 'auto' takes it from the"
         " planner.",
-        "auto: records of 8 to 32 MiB together, which is what keeps 16 MiB in flight, the most that"
+        "auto: records of 8 to 64 MiB together, which is what keeps 16 MiB in flight, the most that"
         " does not slow reads (measured).",
     )
     pipeline_read: bool = setting(

@@ -155,7 +155,8 @@ def make_plan(request: PlanRequest) -> Plan:
         return evaluate_plan(request, set(range(len(groups))), NO_STAGING, least)
     staging = next((way for way in ways if way.nbytes <= room), NO_STAGING)
     # What is written through is best kept in the buffers, from which writes need not be waited for.
-    good = room if through_buffers else min(room, STREAM_BYTES_GOOD)
+    good = max(STREAM_BYTES_GOOD, request.host_memory // 4)
+    good = room if through_buffers else min(room, good)
     staging = grow(staging, [groups[i] for i in free], request, good)
     resident = set(forced)
     if not through_buffers:
