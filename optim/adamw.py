@@ -8,6 +8,7 @@ arXiv:1412.6980).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from swapio.optim import kernels
 from swapio.optim.base import SwapOptimizer, SwapSetting
 from swapio.optim.context import Elsewhere, StepContext
 from swapio.optim.layout import Bucket, MasterForm, PackedGroup
-from swapio.optim.unit_cut import UnitCut
+from swapio.optim.unit_cut import RecordAt, UnitCut
 from swapio.views import Chunk
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,21 +48,21 @@ class AdamRuleMixin(SwapOptimizer):
     def _adam_call(
         self, packed: PackedGroup, chunk: Chunk, step: StepContext, cut: UnitCut, dtype: torch.dtype
     ) -> None:
-        bucket, place = packed.bucket, cut.place
-        spans = cut.spans()
+        bucket = packed.bucket
+        records = [
+            RecordAt(name, record_dtype.itemsize, chunk.address(name))
+            for name, record_dtype in self.adam_records().items()
+        ]
+        if bucket.form is MasterForm.SEPARATE:
+            records.append(RecordAt("param", 4, chunk.address("master")))
+        elif bucket.form is MasterForm.SPLIT:
+            records.append(RecordAt("low", 2, chunk.address("master_low")))
+        spans = cut.spans(records, step.gradients.address, dtype.itemsize)
         model = cut.of_parameters(step.param_address)
-        spans["grad"] = cut.of_gradients(step.gradients.address, dtype.itemsize)
-        for name, record_dtype in self.adam_records().items():
-            spans[name] = chunk.address(name) + place * record_dtype.itemsize
         # There is no kernel with an fp32 copy of an fp32 master: it is copied after the pass.
         is_copied = bucket.form is MasterForm.SEPARATE and bucket.dtype is torch.float32
-        if bucket.form is MasterForm.SEPARATE:
-            spans["param"] = chunk.address("master") + place * 4
-            spans["out"] = 0 if is_copied else model
-        else:
-            spans["param"] = model
-        if bucket.form is MasterForm.SPLIT:
-            spans["low"] = chunk.address("master_low") + place * 2
+        if not is_copied:
+            spans["out" if bucket.form is MasterForm.SEPARATE else "param"] = model
         spans["hyper"] = step.hyper_index[cut.param]
         if step.elsewhere is not None:
             self._redirect(spans, packed, cut, step.elsewhere)
@@ -130,16 +131,24 @@ class AdamRuleMixin(SwapOptimizer):
 
     def _form(self, form: MasterForm, param: torch.dtype, grad: torch.dtype) -> int:
         state = _DTYPES[self.config.state_dtype]
-        if form is MasterForm.SEPARATE:
-            out = None if param is torch.float32 else param
-            return kernels.adam_form(param=torch.float32, grad=grad, state=state, out=out)
-        return kernels.adam_form(
-            param=param,
-            grad=grad,
-            state=state,
-            split=form is MasterForm.SPLIT,
-            stochastic=form is MasterForm.NONE and self.config.stochastic_rounding,
-        )
+        return _form_code(form, param, grad, state, self.config.stochastic_rounding)
+
+
+@functools.cache
+def _form_code(
+    form: MasterForm, param: torch.dtype, grad: torch.dtype, state: torch.dtype, stochastic: bool
+) -> int:
+    """Return the kernels' code of a form; raises TypeError where there is no kernel."""
+    if form is MasterForm.SEPARATE:
+        out = None if param is torch.float32 else param
+        return kernels.adam_form(param=torch.float32, grad=grad, state=state, out=out)
+    return kernels.adam_form(
+        param=param,
+        grad=grad,
+        state=state,
+        split=form is MasterForm.SPLIT,
+        stochastic=form is MasterForm.NONE and stochastic,
+    )
 
 
 class AdamW(AdamRuleMixin):

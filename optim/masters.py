@@ -258,12 +258,12 @@ class Masters:
         bounds = (0, packed.numel) if chunk is None else (chunk.start, chunk.stop)
         lo, hi = ties.searchsorted(bounds)
         old = ties[lo:hi]
-        rows = rows.rows if isinstance(rows, UnitCut) else rows
-        if isinstance(rows, slice) and chunk is not None:  # all units of the chunk
+        if isinstance(rows, UnitCut) and rows.is_whole and chunk is not None:
             old = old[:0]
         if len(old):
+            numbers = rows.row_numbers() if isinstance(rows, UnitCut) else rows
             row_of = np.searchsorted(packed.units.position, old, side="right") - 1
-            old = old[~np.isin(row_of, rows)]
+            old = old[~np.isin(row_of, numbers)]
         if len(new) or hi - lo != len(old):
             inner = np.sort(np.concatenate([old, new]))
             self._ties[packed.key] = np.concatenate([ties[:lo], inner, ties[hi:]])
@@ -389,7 +389,7 @@ class Masters:
         del memory  # not before
         return hashes
 
-    def _resync(self, packed: PackedGroup, chunk: Chunk, rows: npt.NDArray[np.int64]) -> None:
+    def _resync(self, packed: PackedGroup, chunk: Chunk, rows: Rows) -> None:
         """Make the masters of some units what their parameters are."""
         units = packed.units
         split = packed.bucket.form is MasterForm.SPLIT
@@ -417,14 +417,15 @@ def _hash(cut: UnitCut, param_address: npt.NDArray[np.uint64]) -> npt.NDArray[np
     return hashes
 
 
-def _changed(packed: PackedGroup, cut: UnitCut, step: StepContext) -> npt.NDArray[np.int64]:
+def _changed(packed: PackedGroup, cut: UnitCut, step: StepContext) -> Rows:
     """Rows whose parameter is not what it was after its last update."""
     now = _hash(cut, step.param_address)
     is_changed = now != packed.units.digest[cut.rows]
     is_changed &= packed.units.known[cut.rows]
     if not is_changed.any():
         return np.zeros(0, np.int64)
-    return cut.row_numbers()[is_changed]
+    rows: Rows = cut.row_numbers()[is_changed]
+    return rows
 
 
 def _encode(ties: npt.NDArray[np.uint32], numel: int) -> bytes:

@@ -7,58 +7,78 @@ at each step, since all of them may move.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from swapio.optim import kernels
 from swapio.optim.layout import PackedGroup
 
-Rows = slice | npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
+
+# Spans are rows of eight-byte numbers; the last one holds the hyperparameters' index.
+_NUM_COLUMNS = kernels.SPAN_DTYPE.itemsize // 8
+_COLUMNS = {
+    name: offset // 8 for name, (_, offset, *_) in (kernels.SPAN_DTYPE.fields or {}).items()
+}
 
 _UNITS_MAX = 64
 """Cuts of more units are not kept: of many small parameters they would take megabytes, and the
 work on them is small beside that of their kernels."""
 
 
+class RecordAt(NamedTuple):
+    """A record of a chunk: the span's field, bytes of an element, address of the first one."""
+
+    field: str
+    itemsize: int
+    address: int
+
+
 class UnitCut:
     """Some units of a sub-group, seen from the start of a chunk.
 
     Attributes:
-        rows: Their rows in the sub-group's table.
+        rows: Their rows in the sub-group's table; a slice of all units of the chunk.
         param: Parameter index of each.
         model_offset: Bytes from the start of the parameter (uint64).
         model_nbytes: Bytes of the parameter (int64).
-        place: Elements from the start of the chunk.
         numel: Elements.
         position: Elements from the start of the sub-group.
+        start: First element of the chunk.
     """
 
     __slots__ = (
-        "_last", "_offset", "_spans", "model_nbytes", "model_offset", "numel", "param", "place",
-        "position", "rows",
+        "_last", "_offset", "_templates", "model_nbytes", "model_offset", "numel", "param",
+        "position", "rows", "start",
     )  # fmt: skip
 
-    def __init__(self, packed: PackedGroup, rows: Rows, chunk_start: int) -> None:
+    def __init__(self, packed: PackedGroup, rows: slice | Rows, chunk_start: int) -> None:
         units, width = packed.units, packed.bucket.dtype.itemsize
         self.rows = rows
         self.param = units.param[rows]
         self.numel = units.numel[rows]
         self.position = units.position[rows]
-        self.place = self.position - chunk_start
+        self.start = chunk_start
         self._offset = units.offset[rows]
         self.model_offset = (self._offset * width).astype(np.uint64)
         self.model_nbytes = self.numel * width
         self._last: tuple[Addresses, Addresses] | None = None
-        self._spans: npt.NDArray[np.void] = np.zeros(len(self.param), kernels.SPAN_DTYPE)
-        self._spans["numel"] = self.numel
-        self._spans["position"] = self.position
+        self._templates: dict[tuple[Any, ...], npt.NDArray[np.uint64]] = {}
 
     def __len__(self) -> int:
         """Return the number of units."""
         return len(self.param)
 
-    def row_numbers(self) -> npt.NDArray[np.int64]:
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all units of the chunk."""
+        return isinstance(self.rows, slice)
+
+    def row_numbers(self) -> Rows:
         """The rows, as numbers."""
         if isinstance(self.rows, slice):
             return np.arange(self.rows.start, self.rows.stop)
@@ -71,14 +91,38 @@ class UnitCut:
             last = self._last = (address, address[self.param] + self.model_offset)
         return last[1]
 
-    def of_gradients(self, address: Addresses, itemsize: int) -> Addresses:
-        """Address of each unit in the gradients, given that of every gradient."""
-        found: Addresses = address[self.param] + (self._offset * itemsize).astype(np.uint64)
-        return found
+    def spans(
+        self, records: Sequence[RecordAt], grad_address: Addresses, grad_itemsize: int
+    ) -> npt.NDArray[np.void]:
+        """Spans for the kernels, without the parameter's address and hyperparameters.
 
-    def spans(self) -> npt.NDArray[np.void]:
-        """Spans for the kernels, without addresses and hyperparameters."""
-        return self._spans.copy()
+        Args:
+            records: The records of the chunk that the kernel is given.
+            grad_address: Address of every parameter's gradient.
+            grad_itemsize: Bytes of an element of these units' gradients.
+        """
+        key = (grad_itemsize, *[(field, itemsize) for field, itemsize, _ in records])
+        template = self._templates.get(key)
+        if template is None:
+            template = self._templates[key] = self._template(records, grad_itemsize)
+        matrix = template.copy()
+        bases = [0] * _NUM_COLUMNS
+        for field, _, address in records:
+            bases[_COLUMNS[field]] = address
+        matrix += np.array(bases, np.uint64)
+        matrix[:, _COLUMNS["grad"]] += grad_address[self.param]
+        spans: npt.NDArray[np.void] = matrix.view(kernels.SPAN_DTYPE).reshape(-1)
+        return spans
+
+    def _template(self, records: Sequence[RecordAt], grad_itemsize: int) -> npt.NDArray[np.uint64]:
+        """Spans as rows of numbers: what is added to the addresses, and what does not change."""
+        spans = np.zeros(len(self.param), kernels.SPAN_DTYPE)
+        spans["numel"] = self.numel
+        spans["position"] = self.position
+        spans["grad"] = self._offset * grad_itemsize
+        for field, itemsize, _ in records:
+            spans[field] = (self.position - self.start) * itemsize
+        return spans.view(np.uint64).reshape(-1, _NUM_COLUMNS)
 
 
 class UnitCuts:
