@@ -18,8 +18,11 @@ and what the calling thread used inside update kernels and checksums. fio's are 
 
 With --compute S a pause of S seconds, a forward and backward on another device, lies before every
 step. Then `exposed_ms` is the time by which an iteration is longer than the same with all state in
-RAM, and `exposed_of_bound` compares it to what cannot be hidden: the bytes of all swapped records
-less the buffers, each direction at fio's rate for it alone.
+RAM, `exposed_of_bound` compares it to what cannot be hidden (the bytes of all swapped records less
+the buffers, each direction at fio's rate for it alone), and `exposed_of_io` to all I/O of the step.
+
+With --variant JSON each round also runs with those settings; `of_variant` is the step's time over
+theirs ('{"checksum": false}': what checksums cost).
 
 The last line of standard output is JSON. GB is 1e9 bytes.
 """
@@ -41,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 DIM = 2048
+SHIFT = 8191  # no two layers have a block in common
 FIO = [
     "fio", "--direct=1", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1", "--bs=512k",
     "--iodepth=32", "--iomem_align=2m", "--thread=1", "--time_based=1", "--runtime=3", "--size=1G",
@@ -103,11 +107,14 @@ def make_parameters(numel: int) -> list[Any]:
     import torch
 
     layers = max(2, round(numel / DIM**2))
-    params = [
-        torch.nn.Parameter(torch.randn(DIM, DIM, dtype=torch.bfloat16)) for _ in range(layers)
-    ]
-    for param in params:
-        param.grad = torch.randn_like(param) * 1e-2
+    noise = torch.randn(DIM**2 + SHIFT * layers)  # drawn once: numbers take longer than steps
+
+    def layer(number: int, scale: float) -> torch.Tensor:
+        return (noise[SHIFT * number :][: DIM**2].view(DIM, DIM) * scale).bfloat16()
+
+    params = [torch.nn.Parameter(layer(number, 0.02)) for number in range(layers)]
+    for number, param in enumerate(params):
+        param.grad = layer(layers - 1 - number, 1e-2)
     return params
 
 
@@ -148,6 +155,7 @@ def swapio_worker(arguments: argparse.Namespace) -> None:
     plan = optimizer.plan
     result = {
         "ns_per_param": seconds / count * 1e9,
+        "numel": count if moved["read_bytes"] + moved["write_bytes"] else 0,
         "step_seconds": inside,
         "gb_per_s": gigabytes / steps / seconds,
         "read_bytes_per_param": moved["read_bytes"] / count / steps,
@@ -279,13 +287,16 @@ def one_case(arguments: argparse.Namespace, numel: int, host_memory: str) -> dic
     options = ["--numel", str(numel), "--host-memory", host_memory]
     options += ["--steps", str(arguments.steps), "--extra", arguments.extra]
     options += ["--compute", str(arguments.compute)]
-    rounds: dict[str, list[Any]] = {"swapio": [], "deepspeed": [], "fio": []}
+    variant = [*options, "--extra", arguments.variant]
+    rounds: dict[str, list[Any]] = {"swapio": [], "variant": [], "deepspeed": [], "fio": []}
     for number in range(arguments.rounds):
-        kinds = ["swapio", "deepspeed"] if number % 2 == 0 else ["deepspeed", "swapio"]
+        kinds = ["swapio", "variant", "deepspeed"][:: 1 if number % 2 == 0 else -1]
         rounds["fio"].append(fio(arguments.dir))
         for kind in kinds:
-            python = sys.executable if kind == "swapio" else arguments.peer_python
-            result = run_worker(python, kind, arguments.dir, options) if python else None
+            python = arguments.peer_python if kind == "deepspeed" else sys.executable
+            python = "" if kind == "variant" and not arguments.variant else python
+            chosen = variant if kind == "variant" else options
+            result = run_worker(python, kind, arguments.dir, chosen) if python else None
             rounds[kind].append(result)
             if result:
                 print(f"{numel:.2g} {host_memory} {kind}: {result}", file=sys.stderr, flush=True)
@@ -317,10 +328,19 @@ def summarize(rounds: dict[str, list[Any]]) -> dict[str, Any]:
     if peers:
         row["deepspeed_ns"] = round(statistics.median(b for _, b in peers), 2)
         median_and_range(row, "of_deepspeed", [a / b for a, b in peers])
+    variants = [
+        a["ns_per_param"] / b["ns_per_param"]
+        for a, b in zip(rounds["swapio"], rounds["variant"], strict=True)
+        if a and b
+    ]
+    median_and_range(row, "of_variant", variants)
     if ours and "exposed_seconds" in ours[0]:
         row["exposed_ms"] = round(1e3 * statistics.median(r["exposed_seconds"] for r in ours), 1)
         ratios = [r["exposed_seconds"] / bound for r, f in both if (bound := exposed_bound(r, f))]
         median_and_range(row, "exposed_of_bound", ratios)
+        moving = [(r, bound_ns(r, f) * r["numel"] / 1e9) for r, f in both if r["numel"]]
+        shares = [r["exposed_seconds"] / seconds for r, seconds in moving]
+        median_and_range(row, "exposed_of_io", shares)
     for name in ("read_bytes_per_param", "write_bytes_per_param", "stall_share", "compute_share"):
         row[name] = round(statistics.median(r[name] for r in ours), 3)
     row["host_gb"] = round(max(r["host_bytes"] for r in ours) / 1e9, 3)
@@ -343,11 +363,12 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--peer-python", default="", help="a Python that has DeepSpeed")
     parser.add_argument("--extra", default="{}", help="more swap settings, as JSON")
+    parser.add_argument("--variant", default="", help="settings of a second run, as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--numel", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--host-memory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker == "swapio":
+    if arguments.worker in ("swapio", "variant"):
         swapio_worker(arguments)
         return
     if arguments.worker == "deepspeed":
@@ -360,9 +381,12 @@ def main() -> None:
         name = f"{float(numel):.0e} parameters, {host_memory}"
         rows[name] = one_case(arguments, int(float(numel)), host_memory)
         print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
-    plain = {"rounds": arguments.rounds, "steps": arguments.steps}
+    plain: dict[str, Any] = {"rounds": arguments.rounds, "steps": arguments.steps}
     if arguments.compute:
         plain["compute_seconds"] = arguments.compute
+    for name in ("extra", "variant"):
+        if json.loads(getattr(arguments, name) or "{}"):
+            plain[name] = getattr(arguments, name)
     print(json.dumps({"bench": "step", **plain, "bf16_parameters": rows}))
 
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write README's measured tables from the JSON in benchmarks/results/.
 
-`--add NAME FILE` stores a benchmark's last line as results/NAME.json, with the machine it ran on.
+`--add NAME FILE` stores a benchmark's last line as results/NAME.json, with the machine it ran on;
+`--storage DIR` names the folder it used, whose file system and drive are noted too.
 Each result is a JSON object; its tables are the values that map a row's name to an object of
 figures, and its other plain values go in the line below the title. So a benchmark decides by itself
 what README shows, and nothing is typed by hand.
@@ -38,11 +39,31 @@ def machine() -> dict[str, Any]:
     }
 
 
-def add(name: str, file: Path) -> None:
+def storage(folder: Path) -> str:
+    """Return the file system and the drive under a folder, as the kernel names them."""
+    target, best = str(folder.resolve()), ("", "", "")
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+        source, mount, kind, *_ = line.split()
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best[1]):
+            best = (source, mount, kind)
+    name = Path(best[0]).name
+    block = Path("/sys/class/block") / name
+    if not block.exists():
+        return f"{best[2]} on {best[0]}"
+    gigabytes = int((block / "size").read_text(encoding="ascii")) * 512 / 1e9
+    driver = (block / "device" / "driver").resolve().name if (block / "device").exists() else "?"
+    model = block / "device" / "model"
+    named = model.read_text(encoding="utf-8").strip() if model.exists() else driver
+    return f"{best[2]} on {name} ({named}, {gigabytes:.0f} GB)"
+
+
+def add(name: str, file: Path, folder: Path | None = None) -> None:
     lines = file.read_text(encoding="utf-8").strip().splitlines()
     result = json.loads(lines[-1])
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"machine": machine(), **result}, indent=1)
+    box = machine() | ({} if folder is None else {"storage": storage(folder)})
+    text = json.dumps({"machine": box, **result}, indent=1)
     (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -85,7 +106,9 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
     lines = [f"### {name.replace('_', ' ').capitalize()}", ""]
     facts = [f"{key.replace('_', ' ')} {cell(value)}" for key, value in plain.items()]
     where = f"{box.get('cpu')}, {box.get('cores')} cores, Linux {box.get('kernel')}"
-    lines.append(f"{where}; {', '.join(facts)}. `benchmarks/bench_{name}.py`")
+    where += f", {box['storage']}" if "storage" in box else ""
+    script = f"benchmarks/bench_{result.get('bench', name)}.py"
+    lines.append(f"{where}; {', '.join(facts)}. `{script}`")
     for key, rows in tables.items():
         lines += as_table(key.replace("_", " "), rows)
     return [*lines, ""]
@@ -111,9 +134,10 @@ def render() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--add", nargs=2, metavar=("NAME", "FILE"), help="store a result first")
+    parser.add_argument("--storage", type=Path, metavar="DIR", help="the folder that was measured")
     args = parser.parse_args()
     if args.add:
-        add(args.add[0], Path(args.add[1]))
+        add(args.add[0], Path(args.add[1]), args.storage)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
