@@ -163,11 +163,12 @@ class PartitionedSwapper(RecordAccess):
         names = list(records) or list(group.specs)
         for name in names:
             self._spec(group, name)
-        self._dirty[key].update(names)
-        if self._states[key] is SubGroupState.CLEAN and set(names) & set(group.swapped):
-            self._states[key] = SubGroupState.DIRTY
-        elif self._states[key] is SubGroupState.OUT:
+        touches_swapped = not group.resident.issuperset(names)
+        if self._states[key] is SubGroupState.OUT and touches_swapped:
             raise SwapStateError(f"mark_dirty of sub-group {key!r}, which is not in RAM")
+        self._dirty[key].update(names)
+        if self._states[key] is SubGroupState.CLEAN and touches_swapped:
+            self._states[key] = SubGroupState.DIRTY
 
     def whole(self, group: SubGroup) -> Sequence[RecordBuffer]:
         """The buffers that hold the records of `group` that are in RAM."""

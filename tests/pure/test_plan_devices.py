@@ -40,12 +40,22 @@ def test_a_damaged_cache_is_no_cache(tmp_path, content):
 
 def test_a_configuration_comes_first(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_rates, "measure_hash_rate", lambda: 10**10)
+    monkeypatch.setattr(plan_rates, "measure_update_rate", lambda: 5 * 10**10)
+    monkeypatch.setattr(plan_rates, "measure_product_rate", lambda: 10**11)
     remember_rates(tmp_path, RATES)
     found = plan_rates.rates_of(SwapConfig(path=tmp_path))
     assert (found.mixed, found.checksum) == (3_560_000_000, 10**10)
+    assert (found.compute, found.products) == (5 * 10**10, None)
     given = SwapConfig(path=tmp_path, read_bandwidth="1GB/s", checksum=False)
-    assert plan_rates.rates_of(given) == Rates(read=10**9)
+    assert plan_rates.rates_of(given) == Rates(read=10**9, compute=5 * 10**10)
+    with_products = plan_rates.rates_of(given, has_products=True)
+    assert with_products == Rates(read=10**9, compute=5 * 10**10, products=10**11)
     assert plan_rates.rates_of(SwapConfig()) == Rates()
+
+
+def test_speeds_of_the_processor_are_measured() -> None:
+    assert plan_rates.measure_update_rate() > 10**8
+    assert plan_rates.measure_product_rate() > 10**8
 
 
 def test_plan_says_where_speeds_come_from_and_that_checksums_limit(tmp_path, capsys, monkeypatch):

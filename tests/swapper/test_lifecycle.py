@@ -228,3 +228,16 @@ def test_nothing_to_swap_is_no_error(tmp_path, kind):
             assert sum(chunk.numel for chunk in view.chunks()) == N
         swapper.drain()
         assert swapper.stats()["write_bytes"] == 0
+
+
+def test_a_tagged_record_can_be_written_while_the_rest_is_out(tmp_path, kind):
+    """The value was written and then an error raised: the sub-group was not in RAM as a whole."""
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        swapper.tag_resident("g", "exp_avg")
+        assert swapper.state("g") is SubGroupState.OUT
+        value = torch.arange(1000, dtype=torch.float32)
+        swapper.write("g", "exp_avg", value, start=5)
+        assert torch.equal(swapper.read("g", "exp_avg")[5:1005], value)
+        swapper.untag_resident("g", "exp_avg")
+        assert torch.equal(swapper.read("g", "exp_avg")[5:1005], value)

@@ -164,7 +164,7 @@ FEW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 def test_verbs_agree_with_plain_tensors():
-    run_machine(max_examples=12, stateful_step_count=14)
+    run_machine(max_examples=10, stateful_step_count=12)
 
 
 @pytest.mark.slow
