@@ -291,9 +291,10 @@ class SwapConfig:
     take_turns: Literal["auto", "on", "off"] = one_of(
         "auto",
         "auto on off",
-        "Whether transfers wait for those of other processes (ranks) on the same device. 'auto':"
-        " when several ranks run on this host (LOCAL_WORLD_SIZE).",
-        "auto: ranks that move bytes at once make a drive mix directions; alone nobody waits.",
+        "Whether transfers wait for those of other processes (ranks) on the same device. 'auto' is"
+        " 'off'.",
+        "auto: two ranks at once moved more than two that took turns wherever it was measured"
+        " (benchmarks/bench_turns.py: try it on a drive that dislikes mixed directions).",
     )
     trace: str | None = setting(
         None,
@@ -350,12 +351,8 @@ class SwapConfig:
         return auto_cpu_threads(self.cpu_affinity)
 
     def resolve_take_turns(self) -> bool:
-        """Return whether transfers wait for other ranks; "auto" reads LOCAL_WORLD_SIZE now."""
-        if self.take_turns != "auto":
-            return self.take_turns == "on"
-        from swapio.host_limits import local_ranks
-
-        return local_ranks() > 1
+        """Return whether transfers wait for other ranks."""
+        return self.take_turns == "on"
 
     def replace(self, **changes: Any) -> SwapConfig:
         """Return a copy with some fields changed, validated anew.

@@ -159,6 +159,7 @@ def test_rates_wear_and_bound_in_text(tmp_path: Path, capsys: pytest.CaptureFixt
     config = tmp_path / "tuned.toml"
     config.write_text('read_bandwidth = "3.38GB/s"\nwrite_bandwidth = "4.34GB/s"\n')
     arguments = f"--params 4e8 --host-memory 1GiB --config {config} --step-seconds 2".split()
+    arguments += ["--compute-bandwidth", "50GB/s", "--checksum-bandwidth", "20GB/s"]
     assert swapio_plan(*arguments, "--mixed-bandwidth", "3.56GB/s") == 0
     text = capsys.readouterr().out
     assert "bound by mixed" in text

@@ -214,8 +214,9 @@ def test_training_with_turns_is_the_same(tmp_path):
 def test_when_turns_are_taken(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert not SwapConfig().resolve_take_turns()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert SwapConfig().resolve_take_turns()
+    assert SwapConfig(take_turns="on").resolve_take_turns()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # ranks that took turns were not faster
+    assert not SwapConfig().resolve_take_turns()
     assert not SwapConfig(take_turns="off").resolve_take_turns()
 
 
@@ -244,7 +245,8 @@ RANK = """
 import sys, torch
 from swapio.optim import AdamW
 param = torch.nn.Parameter(torch.ones(3 << 20))
-with AdamW([param], swap={{"path": {folder!r}, "host_memory": "12MiB", "lock_timeout": 1}}) as opt:
+swap = {{"path": {folder!r}, "host_memory": "12MiB", "lock_timeout": 1, "take_turns": "on"}}
+with AdamW([param], swap=swap) as opt:
     print("open", flush=True)
     sys.stdin.readline()
     for _ in range(3):
