@@ -73,7 +73,8 @@ def start(path, faults):
     return params, opt
 
 
-def test_each_transfer_of_a_step_may_fail_once(tmp_path, faults, caplog):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_transfer_of_a_step_may_fail_once(tmp_path, faults, caplog, every):
     whole = make_parameters(SIZES)
     resident = AdamW(whole)
     train(resident, whole, 4)
@@ -83,7 +84,8 @@ def test_each_transfer_of_a_step_may_fail_once(tmp_path, faults, caplog):
     kinds = list(faults.kinds)
     opt.close()
     assert {OP_READ, OP_WRITE} <= set(kinds)
-    for number in [i for i, op in enumerate(kinds) if op in (OP_READ, OP_WRITE)]:
+    numbers = [i for i, op in enumerate(kinds) if op in (OP_READ, OP_WRITE)]
+    for number in numbers[::every]:
         params, opt = start(tmp_path / str(number), faults)
         caplog.clear()
         faults.arm(number)
