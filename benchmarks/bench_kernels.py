@@ -256,6 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="of every pair")
     parser.add_argument("--max-rounds", type=int, default=60, help="of pairs that stay wide")
     parser.add_argument("--half-width", type=float, default=0.01, help="share of the median")
+    parser.add_argument("--max-seconds", type=float, default=300.0, help="of the rounds")
     parser.add_argument("--threads", type=int, default=kernels.default_num_threads())
     parser.add_argument("--peer-python", default="", help="a Python that has DeepSpeed")
     return parser.parse_args()
@@ -292,7 +293,13 @@ def main() -> None:
             samples["DeepSpeedCPUAdam"] = []
             costs["DeepSpeedCPUAdam"] = cost_of_peer(peer, samples["DeepSpeedCPUAdam"])
         pairs = make_pairs(costs)
-        run_pairs(pairs, rounds=args.rounds, max_rounds=args.max_rounds, half_width=args.half_width)
+        run_pairs(
+            pairs,
+            rounds=args.rounds,
+            max_rounds=args.max_rounds,
+            half_width=args.half_width,
+            max_seconds=args.max_seconds,
+        )
     table, ratios = report(samples, pairs)
     result = {
         "bench": "kernels",

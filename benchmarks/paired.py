@@ -13,6 +13,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,13 @@ class Pair:
 
 
 def run_pairs(
-    pairs: Sequence[Pair], *, rounds: int, max_rounds: int, half_width: float, seed: int = 0
+    pairs: Sequence[Pair],
+    *,
+    rounds: int,
+    max_rounds: int,
+    half_width: float,
+    max_seconds: float,
+    seed: int = 0,
 ) -> None:
     """Run every pair `rounds` times in random order, then those whose interval is still wide.
 
@@ -74,12 +81,14 @@ def run_pairs(
         rounds: Rounds for every pair.
         max_rounds: Where to stop although an interval is wide.
         half_width: Half of the interval as a share of the median, below which a pair is done.
+        max_seconds: Where to stop after a whole round, whatever the intervals.
         seed: Of the order.
     """
     order = random.Random(seed)
+    end = time.monotonic() + max_seconds
     for number in range(max_rounds):
         todo = [pair for pair in pairs if number < rounds or not pair.is_narrow(half_width)]
-        if not todo:
+        if not todo or (number and time.monotonic() > end):
             break
         order.shuffle(todo)
         print(f"\rround {number + 1}, {len(todo)} pairs ", end="", file=sys.stderr, flush=True)
