@@ -5,10 +5,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
-read -ra all <<< "${ENGINE_TESTS:-tests/aio tests/swapper}"
+read -ra all <<< "${ENGINE_TESTS:-tests/aio tests/swapper/test_lifecycle.py}"
 # Where only the thread engine is left, the rest of tests/aio would repeat what every run of the
 # suite does with that engine.
-read -ra some <<< "${ENGINE_TESTS:-tests/aio/test_round_trip.py tests/aio/test_fallbacks.py tests/swapper}"
+read -ra some <<< "${ENGINE_TESTS:-tests/aio/test_round_trip.py tests/aio/test_fallbacks.py tests/swapper/test_lifecycle.py}"
 
 say() { printf '\n== %s\n' "$*"; }
 
