@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f)
 PYTEST := $(BIN)/python -m pytest
+WORKERS ?= 2
 export VENV
 
 .PHONY: help setup demo test test-fast test-fallbacks test-integrations native lint format types \
@@ -26,8 +27,8 @@ demo: $(VENV)/.built ## train a small GPT with its optimizer state in RAM and on
 
 test: test-fast native test-fallbacks ## all tests but the minutes-long ones
 
-test-fast: $(VENV)/.built ## the Python tests with the engine that this machine offers
-	$(PYTEST) $(ARGS)
+test-fast: $(VENV)/.built ## the Python tests, WORKERS=2 processes at a time (0: in one process)
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 $(VENV)/.integrations: $(VENV)/.built requirements-integrations.txt
 	bash scripts/setup.sh integrations

@@ -15,4 +15,4 @@ preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
 # locks over fork, so that a child of a process with threads waits for ever at its first allocation.
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:halt_on_error=1 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
-  "$python" -m pytest -q --timeout 600 -m "not slow and not forks" "$@" "${present[@]}"
+  "$python" -m pytest -q -n 2 --dist worksteal --timeout 600 -m "not slow and not forks" "$@" "${present[@]}"
