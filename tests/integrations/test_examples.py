@@ -189,11 +189,11 @@ def test_custom_engine_is_exact_and_survives_a_kill(tmp_path: Path) -> None:
 
 def test_custom_engine_is_its_rule(tmp_path: Path) -> None:
     """Against AdEMAMix written down plainly, in float64, for one fp32 parameter."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import custom_engine
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location("custom_engine", EXAMPLES / "custom_engine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    custom_engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(custom_engine)
     from swapio import SwapConfig
 
     torch.manual_seed(2)
