@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from swapio.align import PAGE_BYTES, placed_bytes
+from swapio.errors import ConfigError
 from swapio.optim.context import StepContext
 from swapio.optim.cuda_weights import DeviceWeights
 from swapio.optim.durable import Durable
@@ -118,6 +119,14 @@ class EarlySteps(Durable):
         layout, config = self._layout, self.config
         streamed = self.gradients == "stream"
         self._weights = open_weights(layout, config)
+        if self._ranks.shards is not None:
+            if streamed or self.speculate:
+                raise ConfigError(
+                    "gradients='stream' and speculate= are for one process: gradients that are "
+                    "averaged over ranks are not final when they arrive. Stage 2 of ZeroOptimizer "
+                    "frees p.grad during backward"
+                )
+            return
         self._source.stream = open_stream(
             layout, self._table, config, lambda: self.swapper, streamed=streamed
         )

@@ -34,7 +34,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import (
+    PrefixStore,  # type: ignore[attr-defined]
+    _get_default_store,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from swapio.errors import ConfigError, SwapioError, describe_error
@@ -137,7 +140,7 @@ class Comm:
         else:
             _NUM_CONNECTED[self._ranks] += 1
             token = [f"{'-'.join(map(str, self._ranks))}/{_NUM_CONNECTED[self._ranks]}"]
-        self._store = dist.PrefixStore(f"swapio/{token[0]}", _get_default_store())
+        self._store = PrefixStore(f"swapio/{token[0]}", _get_default_store())
         return dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout)
 
     def background(self) -> Comm:

@@ -211,9 +211,12 @@ class FlatRanks(SharedRanks):
                 f"steps dense gradients of the parameter's shape {tuple(listed.shape)}"
             )
         if grad.stride() != listed.stride():
-            grad = torch.empty_strided(listed.shape, listed.stride(), dtype=grad.dtype).copy_(grad)
+            laid = torch.empty_strided(
+                listed.shape, listed.stride(), dtype=grad.dtype, device=grad.device
+            )
+            grad = laid.copy_(grad)
         start, stop, _ = shard_bounds(listed.numel(), self.world_size, self.rank)
-        run = flat(grad)[start:stop]
+        run = flat(grad)[start:stop].cpu()
         result.keep.append(run)
         result.present[info.index] = True
         result.address[info.index] = run.data_ptr()

@@ -40,14 +40,14 @@ class Member(NamedTuple):
     """A parameter of a sub-group.
 
     Attributes:
-        index: The parameter.
+        param: The parameter's index.
         layout: Its matrices.
         bounds: First and last element of each rank's shard.
         block: Matrices that are orthogonalised at a time.
         flops: Of one matrix.
     """
 
-    index: int
+    param: int
     layout: MatrixLayout
     bounds: Bounds
     block: int
@@ -185,7 +185,7 @@ class MatrixExchange:
         Returns:
             The ties of split masters after the step, by parameter.
         """
-        key = tuple(member.index for member in members)
+        key = tuple(member.param for member in members)
         if key not in self._rounds:
             self._rounds[key] = make_rounds(members, self._comm.world_size)
         found: dict[int, list[tuple[int, npt.NDArray[np.uint32]]]] = {}
@@ -261,7 +261,7 @@ class _Round:
             for item, (first, last) in zip(self._items, runs, strict=True):
                 if item is None or first == last:
                     continue
-                shard, group = self._shard(item), self._group_of(item.member.index)
+                shard, group = self._shard(item), self._group_of(item.member.param)
                 low = item.member.bounds[self._comm.rank][0]
                 run = slice(first - low, last - low)
                 momentum_step(
@@ -300,7 +300,7 @@ class _Round:
         item = self._mine
         if item is None:
             return 0
-        layout, group = item.member.layout, self._group_of(item.member.index)
+        layout, group = item.member.layout, self._group_of(item.member.param)
         matrices = scratch.update[: item.stop - item.start].view(-1, layout.rows, layout.cols)
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         if device is not None:
@@ -327,7 +327,7 @@ class _Round:
                 if item is None or first == last:
                     continue
                 update = received[at : at + last - first]
-                found.setdefault(item.member.index, []).append(
+                found.setdefault(item.member.param, []).append(
                     self._apply(item, first, last, update, buffer)
                 )
                 at += last - first
@@ -335,7 +335,7 @@ class _Round:
     def _apply(
         self, item: Item, first: int, last: int, update: torch.Tensor, buffer: torch.Tensor
     ) -> tuple[int, npt.NDArray[np.uint32]]:
-        shard, group = self._shard(item), self._group_of(item.member.index)
+        shard, group = self._shard(item), self._group_of(item.member.param)
         layout, low = item.member.layout, item.member.bounds[self._comm.rank][0]
         part = shard.weights.part(first - low, last - low)
         loaded = part.load(buffer, shard.ties(part.position, part.position + part.numel))
@@ -350,7 +350,7 @@ class _Round:
         return part.position, part.store(loaded)
 
     def _shard(self, item: Item) -> Shard:
-        shard = self._shard_of(item.member.index)
+        shard = self._shard_of(item.member.param)
         if shard is None:
-            raise IndexError(f"parameter {item.member.index} has no elements on this rank")
+            raise IndexError(f"parameter {item.member.param} has no elements on this rank")
         return shard

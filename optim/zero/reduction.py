@@ -108,6 +108,10 @@ class Reducer:
         self._is_scaled = False
         self.present = np.zeros(len(params), bool)
         self.num_cycles = 0
+        self._next = 0
+        self._queued = False
+        self._seen = np.zeros(len(params), bool)
+        self._missing: list[int] = []
         self._begin_cycle()
         self._index = {id(param): index for index, param in enumerate(params)}
         self._hooks = [param.register_post_accumulate_grad_hook(self._arrived) for param in params]
@@ -139,6 +143,7 @@ class Reducer:
         device = self._params[0].device if self._params else torch.device("cpu")
         total = ends[-1] if self._scatter else 0
         self._memory = torch.zeros(total, dtype=torch.float32, device=device)
+        self._in_ram = torch.empty(0)  # a copy of shards on a device, for the kernels
         self.shards = [
             self._memory[first:stop] if self._scatter else self._memory
             for first, stop in pairwise(ends)
@@ -194,7 +199,7 @@ class Reducer:
     def _begin_cycle(self) -> None:
         self._queued = False  # an exception in backward may have kept the callback from running
         self._next = 0
-        self._seen = np.zeros(len(self._params), bool)
+        self._seen[:] = False
         self._missing = [len(set(bucket.params)) for bucket in self.buckets]
 
     def close_cycle(self) -> None:
@@ -231,11 +236,16 @@ class Reducer:
         return any(param.grad is not None for param in self._params)
 
     def scaled_shards(self) -> list[torch.Tensor]:
-        """This rank's shards of the averaged gradients, in fp32; after `finish`."""
+        """This rank's shards of the averaged gradients, in fp32 and in RAM; after `finish`."""
         if not self._is_scaled:
             self._memory.mul_(1.0 / self._comm.world_size)
             self._is_scaled = True
-        return self.shards
+        if self._memory.device.type == "cpu":
+            return self.shards
+        if self._in_ram.numel() != self._memory.numel():
+            self._in_ram = torch.empty(self._memory.numel(), pin_memory=True)
+        self._in_ram.copy_(self._memory)
+        return list(self._in_ram.split([shard.numel() for shard in self.shards]))
 
     def shard_start(self, index: int) -> int:
         """First element of this rank's shard of a parameter."""
@@ -343,4 +353,4 @@ class Reducer:
         self._hooks = []
         self._flights.clear()
         self._free, self.shards = [], []
-        self._memory = torch.empty(0)
+        self._memory = self._in_ram = torch.empty(0)

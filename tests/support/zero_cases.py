@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -162,3 +163,30 @@ def committed_steps(_rank, group, *, stage, shapes, swap, steps, resume, muon=Fa
         train(opt, params, 0, steps=steps, first=1 + (opt.recovered_step or 0))
         state = [opt.full_state_of(param) for param in params]
     return [param.detach() for param in params], state, begun
+
+
+def refuse(rank, group, *, settings):
+    """Make and step an optimizer with unsuitable settings; return what was raised, or None."""
+    settings = {"stage": 1, **settings}
+    wrap, differ = settings.pop("wrap", None), settings.pop("differ", None)
+    model = torch.nn.Linear(3 + rank if differ == "shape" else 3, 2)
+    if differ == "lr" and rank == 1:
+        settings["lr"] = -1.0
+    wrapped = (
+        torch.nn.parallel.DistributedDataParallel(model, process_group=group) if wrap else None
+    )
+    try:
+        with ZeroOptimizer(model.parameters(), AdamW, process_group=group, **settings) as opt:
+            before = [param.detach().clone() for param in model.parameters()]
+            (wrapped or model)(torch.full((4, 3), float(rank))).sum().backward()
+            opt.step()
+            if wrapped is not None and torch.equal(before[0], model.weight):
+                return "nothing was stepped"
+            if any(name in opt.stats() for name in ("num_all_reduce", "num_reduce_scatter")):
+                return "gradients were averaged twice" if wrapped is not None else None
+            opt.zero_grad()
+            with pytest.raises(ConfigError, match="save"):
+                opt.state_dict()
+    except SwapioError as error:
+        return str(error)
+    return None
