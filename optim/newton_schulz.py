@@ -33,6 +33,7 @@ Facts -> consequences:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -225,13 +226,15 @@ def _iterate_gram(plan: Plan, x: Tensor, y: Tensor, grams: list[Tensor], tail: T
             a, b, c = plan.triples[first + index]
             symmetric(plan, gram.mT, gram, poly, spare, add=gram, beta=b, alpha=c)
             poly.diagonal(dim1=-2, dim2=-1).add_(a)
-            if index < length - 1:
-                symmetric(plan, gram.mT, poly, other, spare)
-                symmetric(plan, other.mT, poly, gram, spare)
+            goes_on = index < length - 1
+            if goes_on:
+                symmetric(plan, gram.mT, poly, other, spare, packed="left")
+                symmetric(plan, other.mT, poly, gram, spare, packed="right")
             if index == 0:
                 poly, total = total, poly
             else:
-                symmetric(plan, total.mT, poly, other, spare)
+                held: Literal["right", None] = "right" if goes_on else None
+                symmetric(plan, total.mT, poly, other, spare, packed=held)
                 total, other = other, total
         left, right = (x, total) if plan.tall else (total, x)
         multiply(left, right, y)

@@ -12,7 +12,7 @@ Facts -> consequences:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,10 +66,15 @@ def symmetric(
     add: Tensor | None = None,
     beta: float = 0.0,
     alpha: float = 1.0,
+    packed: Literal["left", "right", None] = None,
 ) -> None:
-    """out = alpha left right + beta add where that, and add, are known to be symmetric."""
+    """out = alpha left right + beta add where that, and add, are known to be symmetric.
+
+    `packed` names an operand that `spare` still holds: the last product's right one, or as the left
+    one what was both operands of the last product.
+    """
     if plan.fused:
-        _fused(left, right, out, spare, add, beta, alpha)
+        _fused(left, right, out, spare, add, beta, alpha, packed)
     elif plan.symmetric:
         _by_panels(plan, left, right, out, add, beta, alpha)
     else:
@@ -84,6 +89,7 @@ def _fused(
     add: Tensor | None,
     beta: float,
     alpha: float,
+    packed: Literal["left", "right", None],
 ) -> None:
     order, depth = left.shape
     group_rows = kernels.symmetric_group_rows()
@@ -91,12 +97,12 @@ def _fused(
     tail = kernels.PACKED_GROUP * depth
     first = (left.data_ptr(), left.stride(0), left.stride(1))
     second = (right.data_ptr(), right.stride(1), right.stride(0))
-    packed = (spare.packed.data_ptr(), spare.tail.data_ptr())
+    place = (spare.packed.data_ptr(), spare.tail.data_ptr())
     itemsize = left.dtype.itemsize
-    others = (packed[0] + whole * itemsize, packed[1] + tail * itemsize)
+    other = (place[0] + whole * itemsize, place[1] + tail * itemsize)
     kernels.symmetric_product(
-        (*first, *packed),
-        (*second, *(packed if second == first else others)),
+        (*first, *place, packed == "left"),
+        (*second, *(place if second == first else other), packed == "right"),
         out.data_ptr(),
         out.stride(0),
         order,

@@ -90,8 +90,8 @@ def join_master_spans(
 ) -> None: ...
 def symmetric_group_rows() -> int: ...
 def symmetric_product(
-    left: tuple[int, int, int, int, int],
-    right: tuple[int, int, int, int, int],
+    left: tuple[int, int, int, int, int, bool],
+    right: tuple[int, int, int, int, int, bool],
     out: int,
     out_stride: int,
     order: int,

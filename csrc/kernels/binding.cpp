@@ -292,12 +292,16 @@ void join_master_spans(const Array<uint64_t>& high, const Array<uint64_t>& low,
 }
 
 SymmetricOperand to_operand(uint64_t data, int64_t row_stride, int64_t depth_stride,
-                            uint64_t packed, uint64_t tail) {
-  return {reinterpret_cast<const float*>(data), row_stride, depth_stride,
-          reinterpret_cast<float*>(packed), reinterpret_cast<float*>(tail)};
+                            uint64_t packed, uint64_t tail, bool is_packed) {
+  return {reinterpret_cast<const float*>(data),
+          row_stride,
+          depth_stride,
+          reinterpret_cast<float*>(packed),
+          reinterpret_cast<float*>(tail),
+          is_packed};
 }
 
-using OperandTuple = std::tuple<uint64_t, int64_t, int64_t, uint64_t, uint64_t>;
+using OperandTuple = std::tuple<uint64_t, int64_t, int64_t, uint64_t, uint64_t, bool>;
 
 void symmetric_product_(const OperandTuple& left, const OperandTuple& right, uint64_t out,
                         int64_t out_stride, int64_t order, int64_t depth, uint64_t add,
@@ -385,7 +389,8 @@ void define_products(py::module_& m) {
         py::arg("add") = 0, py::arg("add_stride") = 0, py::arg("beta") = 0.0,
         py::arg("alpha") = 1.0, py::arg("threads") = py::none(),
         "out = alpha left right^T + beta add, known to be symmetric, in fp32; operands are "
-        "(address, row stride, depth stride, packed address, tail address).");
+        "(address, row stride, depth stride, packed address, tail address, whether they are "
+        "packed).");
 }
 
 void define_settings(py::module_& m) {

@@ -194,15 +194,17 @@ void sum_tile(const SymmetricCall& call, const Tile& tile, int64_t k, float* sum
       const float* left = packed_at(call, call.left, row, k);
       const int64_t rows = rows_of(call, row);
       for (int64_t r = 0; r < rows; r += kBlockRows) {
+        const int64_t below = row == col ? r / kLanes * kLanes : 0;  // the diagonal: not wanted
+        const float* from = right + below;
         float* at = sums + ((row - tile.row_first) * kGroup + r) * kTileEdge +
-                    (col - tile.col_first) * kGroup;
+                    (col - tile.col_first) * kGroup + below;
         const Prefetch next = ahead.next();
-        if (columns > 2 * kLanes) {
-          block<3>(left + r, right, depth, at, k == 0, next);
-        } else if (columns > kLanes) {
-          block<2>(left + r, right, depth, at, k == 0, next);
+        if (columns - below > 2 * kLanes) {
+          block<3>(left + r, from, depth, at, k == 0, next);
+        } else if (columns - below > kLanes) {
+          block<2>(left + r, from, depth, at, k == 0, next);
         } else {
-          block<1>(left + r, right, depth, at, k == 0, next);
+          block<1>(left + r, from, depth, at, k == 0, next);
         }
       }
     }

@@ -44,13 +44,14 @@ struct Work {
   const SymmetricCall& call;
   const SymmetricOps& ops;
   int64_t num_groups = 0, num_depths = 0, edge = 0;  // edge: groups along a side of a tile
+  std::vector<const SymmetricOperand*> unpacked{};
   std::vector<Tile> tiles{};
 };
 
 void run_pack(void* context, int64_t item, int) {
   const Work& work = *static_cast<const Work*>(context);
   const int64_t per_operand = work.num_groups * work.num_depths;
-  const SymmetricOperand& operand = item < per_operand ? work.call.left : work.call.right;
+  const SymmetricOperand& operand = *work.unpacked[static_cast<size_t>(item / per_operand)];
   const int64_t at = item % per_operand;
   const int64_t first = at % work.num_depths * kPackedDepth;
   work.ops.pack(work.call, operand, at / work.num_depths, first,
@@ -78,10 +79,10 @@ void symmetric_product(const SymmetricCall& call, int max_threads) {
   Work work{call, *ops};
   work.num_groups = (call.order + ops->group_rows - 1) / ops->group_rows;
   work.num_depths = (call.depth + kPackedDepth - 1) / kPackedDepth;
-  const bool is_one = call.left.data == call.right.data &&
-                      call.left.row_stride == call.right.row_stride &&
-                      call.left.depth_stride == call.right.depth_stride;
-  const int num_operands = is_one ? 1 : 2;
+  const bool is_one = call.left.packed == call.right.packed;
+  if (!call.left.is_packed) work.unpacked.push_back(&call.left);
+  if (!call.right.is_packed && !is_one) work.unpacked.push_back(&call.right);
+  const int64_t num_operands = static_cast<int64_t>(work.unpacked.size());
   parallel_for(num_operands * work.num_groups * work.num_depths, max_threads, run_pack, &work);
 
   const int64_t threads = max_threads > 0 ? std::min(max_threads, num_threads()) : num_threads();

@@ -21,18 +21,20 @@ constexpr int64_t kTileEdge = 192;    // rows and columns of the largest tile of
 constexpr int64_t kPackedGroup = 48;  // rows that packed memory is rounded to, for every width
 
 // One operand: element (row, k) is data[row * row_stride + k * depth_stride]. It is copied to
-// `packed` (whole groups of rows, order * depth elements) and `tail` (kPackedGroup * depth).
+// `packed` (whole groups of rows, order * depth elements) and `tail` (kPackedGroup * depth), unless
+// it is there already.
 struct SymmetricOperand {
   const float* data;
   int64_t row_stride;
   int64_t depth_stride;
   float* packed;
   float* tail;
+  bool is_packed;
 };
 
 struct SymmetricCall {
   SymmetricOperand left;
-  SymmetricOperand right;  // may be the left one, which is then packed once
+  SymmetricOperand right;  // with the left one's `packed`: the same matrix, packed once
   float* out;
   int64_t out_stride;  // elements from row to row
   const float* add;    // nullptr: nothing is added

@@ -130,6 +130,24 @@ def test_bits_depend_on_neither_width_nor_threads() -> None:
         assert torch.equal(square, results[0][1])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_operands_that_are_packed_already(level: str) -> None:
+    kernels.set_simd_level(level)
+    order = 121
+    a = symmetric_matrix(order)
+    square = product(a.T, a)
+    spare = Spare(torch.empty(2 * order * order), torch.empty(2 * kernels.PACKED_GROUP * order))
+    plan, outs = fused_plan(), [torch.empty(order, order) for _ in range(4)]
+    symmetric(plan, a.T, a, outs[0], spare)
+    symmetric(plan, a.T, square, outs[1], spare, packed="left")
+    symmetric(plan, square.T, square.clone(), outs[2], spare, packed="right")
+    symmetric(plan, a.T, square, outs[3], spare, packed="right")
+    assert torch.equal(outs[0], square)
+    assert torch.equal(outs[1], product(a.T, square))
+    assert torch.equal(outs[2], product(square.T, square))
+    assert torch.equal(outs[3], outs[1])
+
+
 def test_any_strides() -> None:
     wide = gaussian(100, 600)
     x = wide[:, ::2]
@@ -157,6 +175,6 @@ def test_without_the_kernel_the_result_is_as_good() -> None:
 def test_without_a_kernel_the_call_says_so() -> None:
     kernels.set_simd_level("scalar")
     x = gaussian(4, 4)
-    operand = (x.data_ptr(), 4, 1, x.data_ptr(), x.data_ptr())
+    operand = (x.data_ptr(), 4, 1, x.data_ptr(), x.data_ptr(), False)
     with pytest.raises(RuntimeError, match="no symmetric product"):
         kernels.symmetric_product(operand, operand, x.data_ptr(), 4, 4, 4)
