@@ -79,7 +79,8 @@ void symmetric_product(const SymmetricCall& call, int max_threads) {
   Work work{call, *ops};
   work.num_groups = (call.order + ops->group_rows - 1) / ops->group_rows;
   work.num_depths = (call.depth + kPackedDepth - 1) / kPackedDepth;
-  const bool is_one = call.left.packed == call.right.packed;
+  // Fewer rows than a group are all in the tail.
+  const bool is_one = call.left.packed == call.right.packed && call.left.tail == call.right.tail;
   if (!call.left.is_packed) work.unpacked.push_back(&call.left);
   if (!call.right.is_packed && !is_one) work.unpacked.push_back(&call.right);
   const int64_t num_operands = static_cast<int64_t>(work.unpacked.size());

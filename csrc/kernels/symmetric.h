@@ -34,7 +34,7 @@ struct SymmetricOperand {
 
 struct SymmetricCall {
   SymmetricOperand left;
-  SymmetricOperand right;  // with the left one's `packed`: the same matrix, packed once
+  SymmetricOperand right;  // with the left one's memory: the same matrix, packed once
   float* out;
   int64_t out_stride;  // elements from row to row
   const float* add;    // nullptr: nothing is added
