@@ -14,6 +14,7 @@ Invariant: between any two collective calls every rank has the commit that recov
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 from swapio.checkpoint.agreement import Agreement
 from swapio.errors import CheckpointError, describe_error
 from swapio.store import CommitRecord
+
+_logger = logging.getLogger("swapio.optim")
 
 
 class CommitReport(NamedTuple):
@@ -68,7 +71,7 @@ class CommonCommits:
     # -- opening -----------------------------------------------------------------------------
 
     def choose(self, found: Sequence[CommitRecord]) -> CommitRecord | None:
-        """Return the newest commit that every rank has.
+        """Return the newest commit that every rank has; None if there never was one.
 
         Args:
             found: Whole commits of this rank, newest first.
@@ -84,6 +87,13 @@ class CommonCommits:
             if all(identity in commits for commits in others):
                 return record
         steps = {rank: [step for *_, step in o.commits] for rank, o in enumerate(offers)}
+        if _was_never_common(offers):
+            _logger.warning(
+                "the run that was here ended before all ranks had committed its first step (whole "
+                "commits by rank: %s): starting anew",
+                steps,
+            )
+            return None
         raise CheckpointError(
             f"the ranks have no committed step in common; whole commits by rank: {steps}. Load a "
             "checkpoint, or start with the folders of one run on all ranks"
@@ -101,7 +111,8 @@ class CommonCommits:
             return
         if not self._has_chosen:
             offers = self._offer(_Offer(_text(failure), ()))
-            if failure is None and resume and any(offer.commits for offer in offers):
+            has_some = any(offer.commits for offer in offers)
+            if failure is None and resume and has_some and not _was_never_common(offers):
                 failure = CheckpointError(
                     f"rank {self._agreement.rank} has no committed step, other ranks have some: "
                     "give it the folder of the same run, or load a checkpoint"
@@ -149,6 +160,16 @@ class CommonCommits:
 
 def _text(error: BaseException | None) -> str | None:
     return None if error is None else describe_error(error)
+
+
+def _was_never_common(offers: Sequence[_Offer]) -> bool:
+    """Whether a run ended so early that some rank had not committed its first step.
+
+    Before a run's third step begins all ranks have its first commit: more than two commits, and a
+    rank without any, mean that something was lost.
+    """
+    numbers = [number for offer in offers for _, number, _ in offer.commits]
+    return max(numbers) <= 2 and any(not offer.commits for offer in offers)
 
 
 def _identity(record: CommitRecord) -> tuple[str, int, int]:

@@ -59,8 +59,26 @@ class _Found(NamedTuple):
 class Saving(StateAccess):
     """The part of SwapOptimizer that saves and loads."""
 
-    commit_payload: bytes
+    _payload: bytes = b""
     _num_steps: int
+
+    @property
+    def commit_payload(self) -> bytes:
+        """Bytes of the user's that go into the commit of the next step, and into checkpoints.
+
+        Raises:
+            TypeError: When it is set to something else.
+        """
+        return self._payload
+
+    @commit_payload.setter
+    def commit_payload(self, value: bytes) -> None:
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise TypeError(
+                f"commit_payload must be bytes, not {type(value).__name__}: encode it, as with "
+                "json.dumps(...).encode()"
+            )
+        self._payload = bytes(value)
 
     def _commit_step(self) -> None:
         raise NotImplementedError

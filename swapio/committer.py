@@ -10,6 +10,7 @@ Invariant: commits are written in order; a commit whose seals failed is not writ
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -137,9 +138,11 @@ class Committer:
                 before.run()  # its failure is its own
             for seal in seals:
                 seal.result()
+            began = time.perf_counter()
             if self._is_synced:
                 self._sync_data()
             nbytes = self._write_record(commit, sub_groups, data)
+            self._shared.counters.add(commit_seconds=time.perf_counter() - began)
         except Exception:
             with self._shared.lock:
                 self._commits.remove(commit)

@@ -122,6 +122,7 @@ class StoreStats(NamedTuple):
         num_writes: Calls of `write`.
         num_commits: Commit records written.
         hash_seconds: Wall time in checksums, in whichever thread called.
+        commit_seconds: Wall time in which commits synced data and wrote their records.
     """
 
     bytes_read: int = 0
@@ -133,6 +134,7 @@ class StoreStats(NamedTuple):
     num_writes: int = 0
     num_commits: int = 0
     hash_seconds: float = 0.0
+    commit_seconds: float = 0.0
 
 
 class TransferFuture(abc.ABC):

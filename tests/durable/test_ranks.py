@@ -19,6 +19,9 @@ from support.shards import assert_parts_same
 from support.trainer import assert_same, reference
 from swapio.aio import Engine
 from swapio.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
+from swapio.errors import CheckpointError
+from swapio.optim.agreeing import CommonCommits, _Offer
+from swapio.store import CommitRecord
 
 # A parameter with fewer elements than ranks, one cut in the middle of a row, an empty one.
 SIZES = [(2,), (300, 1000), (1_500_001,), (64, 64), (0,)]
@@ -168,6 +171,44 @@ def test_kill_one_rank_many_times(crashes, tmp_path):
     kill_ranks(crashes, tmp_path / "power", 10, "power", 7)
 
 
+def kill_saving_ranks(crashes, tmp_path, count, seed):
+    """After a kill of one rank within a save every checkpoint is whole, and the latest loads."""
+    generator = random.Random(seed)
+
+    def job_in(folder):
+        more = {"save_every": 1, "save": str(folder / "c"), "keep_last": 2, "steps": 3}
+        return job_of(folder, 3, "bfloat16", **more, dump=str(folder / "end"))
+
+    _, lines = crashes.run_ranks({**job_in(tmp_path / "count"), "kill": ["save", -1]})
+    total = last_number(lines[0], "operations")
+    assert total > 10
+    for turn in range(count):
+        folder = tmp_path / str(turn)
+        job, rank = job_in(folder), generator.randrange(3)
+        number = generator.randrange(total)
+        _, lines = crashes.run_ranks({**job, "kill": ["save", number], "kill_rank": rank})
+        saved = max(last_number(told, "saved") for told in lines)
+        found = list_checkpoints(folder / "c")
+        assert max((manifest.step for _, manifest in found), default=0) >= saved
+        with Engine() as engine:
+            for path, manifest in found:
+                assert verify_checkpoint(path, manifest, engine) == [], (number, rank)
+        again = {**job, "steps": 4, **({"load": str(folder / "c")} if found else {})}
+        crashes.run_ranks(again)
+        check_dump(again, 4, "split")
+        for path, manifest in list_checkpoints(folder / "c"):
+            assert [p.name for p in path.glob("data-*")] == [manifest.data]
+
+
+def test_kill_one_rank_within_saves(crashes, tmp_path):
+    kill_saving_ranks(crashes, tmp_path, 3, 8)
+
+
+@pytest.mark.slow
+def test_kill_one_rank_within_many_saves(crashes, tmp_path):
+    kill_saving_ranks(crashes, tmp_path, 40, 9)
+
+
 def test_commits_are_taken_up_by_the_same_ranks_only(crashes, tmp_path):
     job = job_of(tmp_path, 2, durability="step")
     crashes.run_ranks(job)
@@ -185,3 +226,58 @@ def test_commits_are_taken_up_by_the_same_ranks_only(crashes, tmp_path):
     _, lines = crashes.run_ranks(job3, may_fail=True)
     for told in lines:
         assert "CheckpointError" in told[-1], json.dumps(told)
+
+
+class Others:
+    """An agreement in which the other ranks' first answers are given."""
+
+    def __init__(self, rank, offers):
+        self.rank, self.world_size, self._offers = rank, len(offers), offers
+
+    def gather(self, value):
+        return [value if rank == self.rank else self._offers[rank] for rank in range(3)]
+
+
+def record(session, number):
+    return CommitRecord(number, b"", {"session": session, "commit": number}, ())
+
+
+@pytest.mark.parametrize(
+    ("commits", "chosen"),
+    [
+        # Killed in the second step: rank 0 had not committed the first one yet.
+        ([[], [("a", 1)], [("a", 2), ("a", 1)]], None),
+        ([[("a", 1)], [("a", 1)], [("a", 2), ("a", 1)]], 1),
+        # One step ahead, and the files hold three.
+        ([[("a", 7), ("a", 6), ("a", 5)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]], 6),
+        # The same number in two sessions is not the same commit.
+        ([[("b", 6), ("a", 5)], [("a", 6), ("a", 5)], [("b", 6), ("a", 5)]], 5),
+        ([[], [("a", 57)], [("a", 57)]], "no committed step in common"),
+        ([[("a", 1)], [("b", 1)], [("b", 1)]], "no committed step in common"),
+    ],
+)
+def test_the_newest_commit_that_all_have_is_chosen(commits, chosen):
+    offers = [_Offer(None, tuple((s, n, n) for s, n in mine)) for mine in commits]
+    for rank, mine in enumerate(commits):
+        common = CommonCommits(Others(rank, offers))
+        if not mine:
+            continue
+        found = [record(*which) for which in mine]
+        if isinstance(chosen, str):
+            with pytest.raises(CheckpointError, match=chosen):
+                common.choose(found)
+        else:
+            taken = common.choose(found)
+            assert (None if taken is None else taken.step) == chosen
+
+
+def test_a_run_that_no_rank_can_take_up_starts_anew(crashes, tmp_path):
+    """As above, through real storage: rank 0 has no commit, the others have the first."""
+    job = job_of(tmp_path, 3, durability="step", steps=1)
+    crashes.run_ranks(job)
+    for path in (tmp_path / "swap-3" / "swapio-rank0").glob("commit-*"):
+        path.unlink()
+    more = {"resume": True, "steps": 3, "dump": str(tmp_path / "end")}
+    _, lines = crashes.run_ranks({**job, **more})
+    assert {last_number(told, "ready") for told in lines} == {0}
+    check_dump({**job, **more}, 3, "param")

@@ -176,4 +176,16 @@ def test_nothing_is_copied_between_slots(tmp_path):
             params[0].grad = torch.ones_like(params[0])
             opt.step()
         opt.synchronize()
-        assert opt.stats()["bytes_copied"] == 0
+        stats = opt.stats()
+        assert stats["bytes_copied"] == 0
+        assert stats["num_commits"] == 3
+        assert stats["commit_seconds"] > 0
+
+
+@pytest.mark.parametrize("value", ["text", 5, None, [1]])
+def test_a_payload_that_is_not_bytes_is_refused_at_once(value):
+    with AdamW(make_params([(5,)], torch.float32)) as opt:
+        opt.commit_payload = bytearray(b"before")
+        with pytest.raises(TypeError, match="must be bytes"):
+            opt.commit_payload = value
+        assert opt.commit_payload == b"before"
