@@ -12,6 +12,7 @@ Invariant: elements are counted in memory order. A dense parameter whose strides
 from __future__ import annotations
 
 import enum
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,12 @@ class ParameterInfo:
     def place(self) -> Placement:
         """Where the tensor's elements belong in the whole parameter."""
         return self.part or whole(self.param.shape, memory_order(self.param))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor has every element of the parameter."""
+        part = self.part
+        return part is None or sum(run.numel for run in part.runs) == math.prod(part.shape)
 
     @property
     def name(self) -> str:

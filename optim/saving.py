@@ -297,7 +297,7 @@ class Saving(StateAccess):
         self._fill_from(entries)
 
     def _require_whole(self, what: str) -> None:
-        parts = [info.name for info in self._layout.infos if info.part is not None]
+        parts = [info.name for info in self._layout.infos if not info.is_whole]
         if parts:
             raise CheckpointError(
                 f"{what} needs whole parameters, and this rank has a part only of {parts[0]} "

@@ -183,13 +183,27 @@ class StateAccess(Registration):
             post(self)
 
     def to_outer(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """What `state_dict` gives for the state of a parameter, which may be a part of one.
+        """What `state_dict` gives for the state of a parameter: a DTensor for that of a DTensor.
 
         Raises:
-            SwapStateError: Plain tensors of parts would be taken for copies of the whole.
+            SwapStateError: This rank has a part only, for which there is no form: a plain tensor
+                would be taken for a copy of the whole.
         """
         info = self._layout.infos[index]
-        if info.part is None:
+        listed = getattr(info, "listed", info.param)
+        mesh = getattr(listed, "device_mesh", None)
+        if mesh is not None and mesh.device_type == "cpu":
+            # Told by what it has, because only one module imports torch.distributed.
+            made: torch.Tensor = type(listed).from_local(
+                value,
+                mesh,
+                listed.placements,
+                run_check=False,
+                shape=listed.size(),
+                stride=listed.stride(),
+            )
+            return made
+        if mesh is None and info.is_whole:
             return value
         outer = self._ranks.outer(info, value)
         if outer is not None:
