@@ -190,24 +190,13 @@ class StateAccess(Registration):
                 would be taken for a copy of the whole.
         """
         info = self._layout.infos[index]
-        listed = getattr(info, "listed", info.param)
-        mesh = getattr(listed, "device_mesh", None)
-        if mesh is not None and mesh.device_type == "cpu":
-            # Told by what it has, because only one module imports torch.distributed.
-            made: torch.Tensor = type(listed).from_local(
-                value,
-                mesh,
-                listed.placements,
-                run_check=False,
-                shape=listed.size(),
-                stride=listed.stride(),
-            )
-            return made
-        if mesh is None and info.is_whole:
+        if info.part is None:
             return value
         outer = self._ranks.outer(info, value)
         if outer is not None:
             return outer
+        if info.is_whole:
+            return value
         raise SwapStateError(
             f"state_dict() has no form for {info.name}, of which this rank has a part only: use "
             "save(dir) and load(dir), which take any number of ranks"
