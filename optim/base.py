@@ -189,6 +189,7 @@ class SwapOptimizer(EarlySteps):
             infos = self._layout.infos
             complete = step.gradients.complete
             self._ranks.publish(infos if complete else [infos[i] for i in step.indices])
+            self._masters.versions.note()
             self._num_steps += 1
             self._commit_step()
         except BaseException as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ import torch
 
 from swapio.errors import SwapStateError
 from swapio.optim import kernels
+from swapio.optim.cuda_versions import Versions
 from swapio.optim.cuda_weights import host_addresses
 from swapio.optim.layout import UNIT_NUMEL, Layout, MasterForm, PackedGroup, flat
 from swapio.optim.unit_cut import Rows, UnitCut
@@ -48,6 +49,7 @@ class Masters:
         self._ties: dict[str, npt.NDArray[np.uint32]] = {}
         self._foreign: str | None = None
         self._warned = False
+        self.versions = Versions(layout.infos)
 
     @staticmethod
     def filler(layout: Layout, packed: PackedGroup) -> Callable[[int, torch.Tensor], None]:
@@ -67,6 +69,7 @@ class Masters:
     def remember(self, groups: Iterable[PackedGroup]) -> None:
         """Take the digests of all units of new sub-groups."""
         for packed in groups:
+            self.versions.forget(packed.units.param.tolist())
             if self._has_digest(packed):
                 cut = UnitCut(packed, _ALL, 0)
                 packed.units.digest[:] = self._hash_now(packed, cut)
@@ -74,37 +77,40 @@ class Masters:
 
     def begin_step(self, step: StepContext) -> None:
         """Under on_param_change="error" look at every parameter before anything is changed."""
+        self.versions.look()
         if self._on_change != "error":
             return
+        for index in sorted(self.versions.changed):
+            self._refuse(index)
         for packed in self._layout.groups.values():
             if self._has_digest(packed):
                 rows = np.flatnonzero(step.gradients.present[packed.units.param])
                 now = self._hash_now(packed, UnitCut(packed, rows, 0))
                 changed = rows[packed.units.known[rows] & (now != packed.units.digest[rows])]
                 if len(changed):
-                    info = self._layout.infos[packed.units.param[changed[0]]]
-                    raise SwapStateError(
-                        f"parameter {info.name} was changed by somebody else since the last step; "
-                        "nothing was stepped. Set on_param_change='resync' to take such changes "
-                        "as new master weights"
-                    )
+                    self._refuse(int(packed.units.param[changed[0]]))
+
+    def _refuse(self, index: int) -> NoReturn:
+        raise SwapStateError(
+            f"parameter {self._layout.infos[index].name} was changed by somebody else since the "
+            "last step; nothing was stepped. Set on_param_change='resync' to take such changes as "
+            "new master weights"
+        )
 
     def check(
         self, packed: PackedGroup, chunk: Chunk, rows: Rows | UnitCut, step: StepContext
     ) -> None:
         """Resync the masters of those units in `rows` whose parameter somebody else changed."""
-        if not self._has_digest(packed):
-            return
-        changed = _changed(packed, _cut_of(packed, rows), step)
+        changed = self._changed(packed, _cut_of(packed, rows), step)
         if not len(changed):
             return
         if self._foreign is None:
             self._foreign = self._layout.infos[packed.units.param[changed[0]]].name
         self._resync(packed, chunk, changed)
 
-    def is_changed(self, packed: PackedGroup, cut: UnitCut, step: StepContext) -> bool:
+    def is_changed(self, packed: PackedGroup, cut: Rows | UnitCut, step: StepContext) -> bool:
         """Whether somebody else changed the parameter of one of these units."""
-        return self._has_digest(packed) and bool(len(_changed(packed, cut, step)))
+        return bool(len(self._changed(packed, _cut_of(packed, cut), step)))
 
     def digests_at(
         self, packed: PackedGroup, rows: Rows, weights: npt.NDArray[np.uint64]
@@ -317,6 +323,7 @@ class Masters:
                 high = target[span.offset : span.offset + span.numel].cpu()
                 self._swapper.write(span.key, "param", high, start=span.position)
         torch.autograd.graph.increment_version([info.param])
+        self.versions.forget([index])
         self._rehash(index)
 
     def adopt(self, index: int) -> None:
@@ -388,6 +395,15 @@ class Masters:
         hashes = _hash(cut, addresses)
         del memory  # not before
         return hashes
+
+    def _changed(self, packed: PackedGroup, cut: UnitCut, step: StepContext) -> Rows:
+        if self._has_digest(packed):
+            return _changed(packed, cut, step)
+        rows: Rows = cut.row_numbers()
+        if packed.bucket.device == "cpu":
+            return rows[:0]
+        found = {index: self.versions.is_changed(index) for index in set(cut.param.tolist())}
+        return rows[np.array([found[index] for index in cut.param.tolist()], np.bool_)]
 
     def _resync(self, packed: PackedGroup, chunk: Chunk, rows: Rows) -> None:
         """Make the masters of some units what their parameters are."""

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from swapio.optim import kernels
 from swapio.optim.context import StepContext
+from swapio.optim.cuda_versions import Stamp, stamp_of
 from swapio.optim.cuda_weights import DeviceWeights
 from swapio.optim.layout import MUON_RULE, Layout, PackedGroup
 from swapio.optim.speculation_stats import SpeculationStats
@@ -164,6 +165,15 @@ class Speculation:
             self._params_of[packed.key] = np.unique(packed.units.param).astype(np.int64)
         return self._params_of[packed.key]
 
+    def _stamps(self, params: npt.NDArray[np.int64]) -> list[Stamp]:
+        """What torch counts of writes to some parameters."""
+        return [stamp_of(self._layout.infos[index]) for index in params.tolist()]
+
+    def _is_foreign(self, one: EarlyStep, step: StepContext) -> bool:
+        """Whether somebody else wrote to a parameter on the host, also through `.data`."""
+        masters = self._owner._masters
+        return one.packed.bucket.device == "cpu" and masters.is_changed(one.packed, one.rows, step)
+
     # -- on the worker -----------------------------------------------------------------------
 
     def _run(self, key: str) -> EarlyStep | None:
@@ -182,6 +192,7 @@ class Speculation:
         if early is None:
             self.stats.num_without_memory += 1
             return None
+        early.stamps = self._stamps(params)
         try:
             with profiled("early step"):
                 done = self._stepper.take(early)
@@ -267,7 +278,9 @@ class Speculation:
         """Make early steps count whose assumptions hold; return the keys of their sub-groups."""
         kept: list[EarlyStep] = []
         for one in early.values():
-            if one.fits(step, self._params(one.packed)):
+            params = self._params(one.packed)
+            untouched = one.stamps == self._stamps(params) and not self._is_foreign(one, step)
+            if untouched and one.fits(step, params):
                 kept.append(one)
             else:
                 self._stepper.drop(one)

@@ -210,5 +210,6 @@ class EarlySteps(Durable):
 
     def _retreat(self) -> None:
         """Undo early steps: the optimizer is used before step()."""
+        self._masters.versions.look()
         if self._early is not None:
             self._early.retreat()

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from swapio.optim import kernels
 from swapio.optim.context import Elsewhere, StepContext
+from swapio.optim.cuda_versions import Stamp
 from swapio.optim.cuda_weights import DeviceWeights, RunCache, runs
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import MasterForm, PackedGroup
@@ -59,6 +60,7 @@ class EarlyStep:
         default_factory=list
     )
     weights: npt.NDArray[np.uint64] | None = None
+    stamps: list[Stamp] = field(default_factory=list)
 
     def fits(self, step: StepContext, params: npt.NDArray[np.int64]) -> bool:
         """Whether the step proper would have computed the same."""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from support.early import wait
 from support.fake_cuda import FakeCuda
 from swapio.buffers import BufferPool
-from swapio.errors import PoolExhaustedError
-from swapio.optim import AdamW, stream_open
+from swapio.errors import PoolExhaustedError, SwapStateError
+from swapio.optim import AdamW, speculation_owner, stream_open
 from swapio.optim.cuda_copies import PIECE_BYTES, CopyQueue, DeviceCopier, pieces
 from swapio.optim.cuda_weights import Run, WeightRing, runs, virtual_addresses
 from swapio.optim.layout import Bucket, MasterForm, UnitTable
@@ -115,7 +116,8 @@ def on_fake_device(monkeypatch):
         return self._buckets.setdefault(named, named)
 
     monkeypatch.setattr(Registration, "_bucket", bucket)
-    monkeypatch.setattr(stream_open, "device_of", lambda infos: CPU if infos else None)
+    for module in (stream_open, speculation_owner):
+        monkeypatch.setattr(module, "device_of", lambda infos: CPU if infos else None)
     for name in ("DeviceCopier", "DeviceWeights", "KeptGradients"):
         cls = functools.partial(getattr(stream_open, name), cuda=cuda)
         monkeypatch.setattr(stream_open, name, cls)
@@ -134,18 +136,20 @@ def train(*, steps=3, sizes=(5, 300_000, 700_001), dtype=torch.bfloat16, missing
                     factor = torch.randn(param.shape, generator=generator).to(dtype)
                     loss = loss + (param * factor).sum()
             loss.backward()
+            wait(opt)
             opt.step()
             opt.zero_grad()
+        assert opt._early is None or opt.stats()["speculation_num_kept"] > 0
         state = [opt.state_of(param) for param in params]
     return [p.detach().clone() for p in params], state
 
 
-@pytest.mark.parametrize("gradients", ["keep", "stream"])
+@pytest.mark.parametrize("gradients", ["keep", "stream", "early"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_way_over_a_device_changes_no_bit(request, tmp_path, gradients, dtype, stored):
     small = {"sub_group_numel": 1 << 19, "min_swap_bytes": 0, "host_memory": "48MiB"}
-    kwargs = {"dtype": dtype, "max_grad_norm": 1.0, "missing": {(1, 0), (2, 2)}}
+    kwargs = {"dtype": dtype, "max_grad_norm": 1e4, "missing": {(1, 0), (2, 2)}}
     if dtype is torch.float32:
         kwargs["max_grad_norm"] = None  # the norms differ in the last bits
     swaps = [{"master": "separate"}, {"master": "separate"}]
@@ -153,7 +157,8 @@ def test_the_way_over_a_device_changes_no_bit(request, tmp_path, gradients, dtyp
         swaps = [{**swap, "path": tmp_path / str(i), **small} for i, swap in enumerate(swaps)]
     expected = train(swap=swaps[0], **kwargs)
     cuda = request.getfixturevalue("on_fake_device")
-    found = train(swap=swaps[1], gradients=gradients, **kwargs)
+    how = {"speculate": "always"} if gradients == "early" else {"gradients": gradients}
+    found = train(swap=swaps[1], **how, **kwargs)
     assert any(entry[0] == "run" for entry in cuda.log)
     for mine, theirs in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0 if dtype is torch.float32 else 1e-2, atol=0)
@@ -202,6 +207,46 @@ def one_step(opt, param, generator):
     (param * torch.randn(param.shape, generator=generator).bfloat16()).sum().backward()
     opt.step()
     opt.zero_grad()
+
+
+@pytest.mark.parametrize("speculate", [False, "always"])
+def test_a_write_to_a_parameter_on_a_device_is_noticed(on_fake_device, speculate):
+    """load_state_dict of the model, an EMA swap: the master follows, as on the host."""
+    results = []
+    for number in range(2):
+        if number:
+            on_fake_device.undo()
+        generator = torch.Generator().manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(5000, generator=generator).bfloat16())
+        swap = {"master": "separate"}
+        mode = False if number else speculate
+        with AdamW([param], gradients="stream", speculate=mode, lr=1e-2, swap=swap) as opt:
+            one_step(opt, param, generator)
+            opt.state_of(param)
+            one_step(opt, param, generator)
+            with torch.no_grad():
+                param.copy_(torch.ones(5000))
+            with pytest.warns(UserWarning, match="changed outside"):
+                one_step(opt, param, generator)
+            opt.load_state_dict(opt.state_dict())
+            opt.set_state(param, "master", torch.full((5000,), 1.001))
+            one_step(opt, param, generator)
+            results.append([param.detach().clone(), *opt.state_of(param).values()])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_write_may_be_an_error(on_fake_device):  # noqa: ARG001
+    param = torch.nn.Parameter(torch.zeros(50, dtype=torch.bfloat16))
+    swap = {"master": "separate", "on_param_change": "error"}
+    with AdamW([param], swap=swap) as opt:
+        generator = torch.Generator().manual_seed(0)
+        one_step(opt, param, generator)
+        one_step(opt, param, generator)
+        with torch.no_grad():
+            param.add_(1)
+        with pytest.raises(SwapStateError, match="somebody else"):
+            one_step(opt, param, generator)
 
 
 def test_kept_gradients_stay(on_fake_device):  # noqa: ARG001
