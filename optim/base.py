@@ -170,15 +170,17 @@ class SwapOptimizer(EarlySteps):
             decision = self._source.decide(gradients)
         self.grad_norm = decision.norm
         self.step_skipped = not decision.take
-        early, num_kept = self._take_early(), 0
-        if decision.take:
-            scale = decision.scale
-            step = self._ranks.together(lambda: self._begin_update(groups, gradients, scale))
-            num_kept = self._update(step, early)
-        else:
-            self._drop_early(early)
+        early = self._take_early()
+        num_early, num_kept = len(early), 0
+        try:
+            if decision.take:
+                scale = decision.scale
+                step = self._ranks.together(lambda: self._begin_update(groups, gradients, scale))
+                num_kept = self._update(step, early)
+        finally:
+            self._drop_early(early)  # whatever was not kept or stepped again
         self._source.release()
-        self._note_step(began, len(early), num_kept)
+        self._note_step(began, num_early, num_kept)
 
     def _update(self, step: StepContext, early: dict[str, EarlyStep]) -> int:
         """Step everything that has a gradient, and commit; return how many early steps counted."""

@@ -275,9 +275,13 @@ class Speculation:
             self.drop(self.settle())
 
     def keep(self, early: dict[str, EarlyStep], step: StepContext) -> set[str]:
-        """Make early steps count whose assumptions hold; return the keys of their sub-groups."""
+        """Make early steps count whose assumptions hold; return the keys of their sub-groups.
+
+        What was kept or dropped is taken out of `early`.
+        """
         kept: list[EarlyStep] = []
-        for one in early.values():
+        for key in list(early):
+            one = early.pop(key)
             params = self._params(one.packed)
             untouched = one.stamps == self._stamps(params) and not self._is_foreign(one, step)
             if untouched and one.fits(step, params):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.early import SMALL, Run, batch, check_equal, odd_limit, wait
-from swapio.errors import ConfigError
+from swapio.errors import ConfigError, SwapStateError
 from swapio.optim import AdamW, GradScaler, Muon, kernels, muon_param_groups
 from swapio.optim.speculation_steps import EarlyStepper
 
@@ -204,6 +204,29 @@ def test_a_parameter_that_changes_between_backward_and_step(dtype, through_data)
         results.append([p.detach().clone() for p in run.model.parameters()])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_step_that_is_refused_gives_images_back():
+    run = Run("always", dtype=torch.bfloat16, swap={"on_param_change": "error"})
+    for step in range(2):
+        run.model(batch(step)).backward()
+        wait(run.opt)
+        run.opt.step()
+    kept = run.opt.stats()["speculation_num_kept"]
+    run.model(batch(2)).backward()
+    wait(run.opt)
+    run.model.wide.weight.data.mul_(0.5)
+    with pytest.raises(SwapStateError, match=r"wide\.weight was changed"):
+        run.opt.step()
+    run.model.wide.weight.data.mul_(2.0)
+    run.opt.step()
+    run.model(batch(3)).backward()
+    wait(run.opt)
+    run.opt.step()
+    stats = run.opt.stats()
+    assert stats["speculation_num_kept"] > kept
+    assert stats["speculation_num_without_memory"] == 0
+    run.opt.close()
 
 
 def test_an_exception_in_an_early_step_surfaces_in_step(monkeypatch):
