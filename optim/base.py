@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from copy import copy
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -265,9 +266,11 @@ class SwapOptimizer(EarlySteps):
         if not len(rows):
             return False
         span = (chunk.start, chunk.stop)
-        with self._weights.staged(packed, *span, rows, step.param_address) as upload:
-            self.update_chunk(packed, chunk, step)
-            self._masters.copy_params(packed, chunk, step.param_address)
+        with self._weights.staged(packed, *span, rows, step.param_address) as (addresses, upload):
+            staged = copy(step)
+            staged.param_address = addresses
+            self.update_chunk(packed, chunk, staged)
+            self._masters.copy_params(packed, chunk, addresses)
             upload()
         return True
 

@@ -226,7 +226,7 @@ class DeviceWeights:
         stop: int,
         rows: npt.NDArray[np.int64],
         address: npt.NDArray[np.uint64],
-    ) -> Iterator[Callable[[], None]]:
+    ) -> Iterator[tuple[npt.NDArray[np.uint64], Callable[[], None]]]:
         """Give the parameters of a chunk host addresses while it is stepped.
 
         Args:
@@ -234,15 +234,16 @@ class DeviceWeights:
             start: First element of the chunk.
             stop: Element after its last.
             rows: Its units that are stepped.
-            address: Address of each parameter; those of the chunk are set, and restored after.
+            address: Address of each parameter.
 
         Yields:
-            A function to be called when the new weights are in the staging: it starts the copies.
+            The addresses with those of the chunk's parameters on the host (an array of its own:
+            whoever keeps what follows from an array keeps it by that array), and a function to be
+            called when the new weights are in the staging: it starts the copies.
         """
         dtype = packed.bucket.dtype
         found = self._runs.of(packed, start, stop, rows)
         parts, indices = found.parts, found.indices
-        before = address[indices]
         lease = self._ring.take((stop - start) * dtype.itemsize)
         event: Any = None
 
@@ -257,10 +258,10 @@ class DeviceWeights:
         try:
             if packed.bucket.form is MasterForm.SPLIT:  # the parameter is a half of its master
                 self._download(parts, lease.tensor(dtype, stop - start), start)
-            address[indices] = found.addresses(lease.address)
-            yield upload
+            staged = address.copy()
+            staged[indices] = found.addresses(lease.address)
+            yield staged, upload
         finally:
-            address[indices] = before
             self._ring.give_back(lease, event)
 
     def _download(self, parts: Sequence[Run], staging: torch.Tensor, start: int) -> None:
