@@ -229,8 +229,8 @@ static void adam_partial(const Arrays<P, S, G>& a, int64_t i, int64_t numel, con
   memcpy(m, a.m + i, n * sizeof *m);
   memcpy(v, a.v + i, n * sizeof *v);
   if (a.low != nullptr) memcpy(low, a.low + i, n * sizeof *low);
-  const Context context = {outer.constants, outer.position(i), outer.noise_key, false, false,
-                           outer.ties};
+  const Context context = {outer.constants, outer.position(i), outer.noise_key, false,
+                           false,           outer.ties};
   adam_block<Op, P, S, G>({p, g, m, v, low, p, m, v, low_to, out}, 0, k, context);
   memcpy(a.p_to + i, p, n * sizeof *p);
   memcpy(a.m_to + i, m, n * sizeof *m);

@@ -394,8 +394,7 @@ void define_products(py::module_& m) {
 }
 
 void define_settings(py::module_& m) {
-  m.def(
-      "simd_level", [] { return std::string(current_level().name); }, "The level in use.");
+  m.def("simd_level", [] { return std::string(current_level().name); }, "The level in use.");
   m.def("simd_levels", &supported_levels, "The levels that run here, slowest first.");
   m.def("set_simd_level", &select_level, py::arg("name"), "Choose a level, or 'auto'.");
   m.def("set_threads", &set_threads_, py::arg("num_threads"), py::arg("cores") = std::vector<int>{},
