@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
-    PrefixStore,  # type: ignore[attr-defined]
+    PrefixStore,  # type: ignore[attr-defined, unused-ignore]
     _get_default_store,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
