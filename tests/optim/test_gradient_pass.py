@@ -172,7 +172,7 @@ def test_layouts_refuse_what_is_not_theirs(way):
     layouts = _kernels.TensorLayouts(EXCHANGE, (torch.Tensor,))
     assert layouts.extend([torch.ones(3)])
     assert not layouts.extend([torch.ones(3), torch.nn.Parameter(torch.ones(3))])
-    assert not layouts.extend([3])
+    assert not layouts.extend([3])  # type: ignore[list-item]
     assert len(layouts) == 1
     import numpy as np
 
