@@ -21,12 +21,13 @@ def torchrun(ranks, *arguments):
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.timeout(300)
 def test_the_demo_runs_on_two_ranks(tmp_path) -> None:
     small = ["--layers", 2, "--width", 256, "--steps", 4, "--host-memory", "4MiB"]
     small += ["--sub-group-numel", "256Ki", "--plot", "", "--quiet", "--path", tmp_path]
@@ -34,6 +35,7 @@ def test_the_demo_runs_on_two_ranks(tmp_path) -> None:
     assert printed.count("equal to the bit: all 4 losses") == 1
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_ranks(tmp_path) -> None:
     checkpoint, whole, parts = (tmp_path / name for name in ("ckpt", "whole.pt", "parts.pt"))
