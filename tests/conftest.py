@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import settings
 # No deadline: other work on the machine must not fail a test.
 settings.register_profile("swapio", deadline=None, print_blob=True)
 settings.load_profile("swapio")
+
+# A shell that starts a job in the background has it ignore Ctrl-C, and so would every test of it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
