@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import abc
 import os
 import time
 from collections.abc import Callable
@@ -115,9 +116,9 @@ class SwapOptimizer(EarlySteps):
 
     # -- what a rule gives -------------------------------------------------------------------
 
+    @abc.abstractmethod
     def update_chunk(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the parameters of one chunk in place; False if nothing was changed."""
-        raise NotImplementedError
 
     def sweep_keys(self, step: StepContext, done: set[str]) -> list[str]:
         """Sub-groups that a step visits, but for those that are done."""
@@ -128,9 +129,9 @@ class SwapOptimizer(EarlySteps):
         """Order in which sub-groups are stepped, and every second time in reverse."""
         return keys
 
+    @abc.abstractmethod
     def fill_hyper(self, row: Any, group: dict[str, Any]) -> None:
         """Write a group's hyperparameters into a row of the kernels' table."""
-        raise NotImplementedError
 
     # -- the step ----------------------------------------------------------------------------
 

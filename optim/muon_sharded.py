@@ -10,6 +10,7 @@ alike, and not on what a rank's shards hold.
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ class ShardedMuonMixin(AdamRuleMixin):
     _members: dict[int, Member]
     _packs: dict[str, Pack]
 
-    def _group_of(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _group_of(self, index: int) -> dict[str, Any]: ...
 
     @property
     def is_sharded(self) -> bool:

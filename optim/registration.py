@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Listed(NamedTuple):
     group: dict[str, Any]
 
 
-class Registration(torch.optim.Optimizer):
+class Registration(torch.optim.Optimizer, abc.ABC):
     """The part of SwapOptimizer that follows its param groups."""
 
     config: SwapConfig
@@ -95,13 +96,13 @@ class Registration(torch.optim.Optimizer):
 
     # -- what a rule gives -------------------------------------------------------------------
 
+    @abc.abstractmethod
     def rule_of(self, group: dict[str, Any]) -> str:
         """Name of the update rule of a param group; parameters of one rule are packed together."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def state_records(self, rule: str) -> dict[str, torch.dtype]:
         """State records that a rule keeps for each element, by torch's names."""
-        raise NotImplementedError
 
     def workspace_bytes(self, groups: Iterable[PackedGroup]) -> int:  # noqa: ARG002
         """Scratch memory of the rules for these sub-groups, which host_memory must cover too."""
@@ -123,8 +124,8 @@ class Registration(torch.optim.Optimizer):
 
     # -- groups ------------------------------------------------------------------------------
 
-    def _check_open(self, *, failed_ok: bool = False) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _check_open(self, *, failed_ok: bool = False) -> None: ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, also after steps were taken; its state goes where the config says.

@@ -7,6 +7,7 @@ step that may fail on one of them is taken together, so that all succeed or all 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import os
@@ -80,14 +81,14 @@ class Saving(StateAccess):
             )
         self._payload = bytes(value)
 
-    def _commit_step(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _commit_step(self) -> None: ...
 
-    def _reopen(self, *, resume: bool) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _reopen(self, *, resume: bool) -> None: ...
 
-    def _agree_on_commits(self, *, completely: bool = False) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _agree_on_commits(self, *, completely: bool = False) -> None: ...
 
     def save(
         self,

@@ -6,6 +6,7 @@ Invariant: whoever uses the optimizer between backward and step() sees it as bef
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Iterable
 
@@ -58,13 +59,13 @@ class EarlySteps(Durable):
         """The swapper that holds the state; recovery replaces it."""
         return self._runtime.swapper
 
+    @abc.abstractmethod
     def fill_hyper(self, row: object, group: dict[str, object]) -> None:
         """Write a group's hyperparameters into a row of the kernels' table."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def early_update(self, packed: PackedGroup, chunk: Chunk, step: StepContext) -> bool:
         """Step the parameters of one chunk elsewhere; False if that must not be done early."""
-        raise NotImplementedError
 
     def assumed_step(self, scale: float) -> StepContext:
         """The step that comes if every parameter gets a gradient and nothing is changed."""

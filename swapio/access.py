@@ -7,6 +7,7 @@ holds the truth of it.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -19,16 +20,16 @@ from swapio.subgroup import RecordBuffer, SubGroup, SubGroupState, place
 RecordFiller = Callable[[int, torch.Tensor], None]
 
 
-class RecordAccess(SwapperBase):
+class RecordAccess(SwapperBase, abc.ABC):
     """The verbs `read`, `write`, `tag_resident` and `untag_resident` of a swapper."""
 
+    @abc.abstractmethod
     def mark_dirty(self, key: str, records: Iterable[str] = ()) -> None:
         """Say that records (default: all) were changed through a view."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _settle(self, group: SubGroup) -> None:
         """Make storage the only holder of the swapped records of `group`."""
-        raise NotImplementedError
 
     def read(
         self, key: str, record: str, out: torch.Tensor | None = None, *, start: int = 0

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -74,6 +74,13 @@ class ZeroOptimizer(SwapOptimizer):
     """
 
     _ranks: FlatRanks
+
+    if TYPE_CHECKING:  # what a rule gives comes from `optimizer_class`: __new__ adds it as a base
+        update_chunk: Any
+        early_update: Any
+        fill_hyper: Any
+        rule_of: Any
+        state_records: Any
 
     def __new__(
         cls,
