@@ -352,6 +352,8 @@ class SwapOptimizer(EarlySteps):
         if self._closed or not self._ready or os.getpid() != self._pid:
             return
         self._closed = True
+        if self._runtime.swapper.failure is not None:
+            self._ranks.tell(self._runtime.swapper.failure)
         self._close_ways()
         self._close_saving()
         if self._runtime.tracer is not None:
@@ -383,6 +385,7 @@ class SwapOptimizer(EarlySteps):
             raise ClosedError("this optimizer is closed")
         failure = self._runtime.swapper.failure if self._ready else None
         if failure is not None and not failed_ok:
+            self._ranks.tell(failure)
             raise SwapioError(
                 f"a step failed earlier ({describe_error(failure)}); parameters and state may be "
                 "of different steps: close this optimizer and load the last checkpoint into a new "

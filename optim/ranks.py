@@ -71,6 +71,9 @@ class Ranks:
         """Do what may fail; if it fails on one rank, raise on all of them."""
         return work()
 
+    def tell(self, error: BaseException) -> None:
+        """Let the others know of a failure here, before they wait for this rank in vain."""
+
     def counted(self, gradients: Gradients) -> Gradients:
         """Return those that this rank adds to the global norm: each element counts once."""
         return gradients

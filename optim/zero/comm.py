@@ -9,7 +9,10 @@ without the whole world then hangs.
 
 A rank that cannot go on leaves a note in the store that the ranks met at. Who waits for a peer
 looks for it four times a second: gloo itself would wait until the connections are closed, which
-happens only when the last reference to them and to all transfers is gone.
+happens only when the last reference to them and to all transfers is gone; giving up a backend with
+a transfer in flight waits for that too. So both are held here alone, and given up together. A rank
+that closes leaves a note as well, which is looked at where a connection was lost: gloo's words for
+that name an address.
 
 Invariants:
 - every rank makes the same calls in the same order; calls from another thread need `background`;
@@ -49,8 +52,11 @@ _TIMEOUT = timedelta(minutes=30)
 _REASON_BYTES = 1000
 _LOOK_SECONDS = 0.25
 _PAUSE_MIN, _PAUSE_MAX = 20e-6, 2e-3  # a waiting rank leaves the processor to its peers
-_FAILED = "failed"
+_FAILED, _LEFT = "failed", "left"
+_LOST = ("onnection closed", "onnection reset", "roken pipe", "Read error", "Write error")
 _NUM_CONNECTED: Counter[tuple[int, ...]] = Counter()
+
+_RESTART = "Restart the job from its last commit or checkpoint"
 
 # Renamed in torch 2.13; the old names warn there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,27 +68,20 @@ class Pending(NamedTuple):
 
     comm: Comm
     name: str
-    work: Any
+    number: int
     is_polled: bool
     finish: Callable[[], None] | None = None
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return bool(self.work.is_completed())
 
     def wait(self) -> None:
         """Block until it is over; raises as the collective, or what a peer has failed with."""
         pause, next_look = _PAUSE_MIN, time.monotonic() + _LOOK_SECONDS
-        while self.is_polled and not self.work.is_completed():
+        while self.is_polled and not self.comm.is_over(self.number):
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSE_MAX)
             if time.monotonic() > next_look:
                 self.comm.look_for_failure(self.name)
                 next_look = time.monotonic() + _LOOK_SECONDS
-        try:
-            self.work.wait()
-        except Exception as error:
-            raise self.comm.fail(self.name, error) from error
+        self.comm.end(self.name, self.number)
         if self.finish is not None:
             self.finish()
 
@@ -131,6 +130,8 @@ class Comm:
         self.before: Callable[[str], None] | None = None
         self.told: BaseException | None = None
         self._failure: BaseException | None = None
+        self._works: dict[int, Any] = {}  # the only references: one of them keeps connections open
+        self._num_started = 0
         self._host: Any = self._connect()
 
     def _connect(self) -> Any:
@@ -280,20 +281,41 @@ class Comm:
 
     def fail(self, name: str, error: BaseException) -> SwapioError:
         """Tell the peers that this rank cannot go on; return what to raise."""
-        message = (
-            f"rank {self.rank} of {self.world_size} could not take part in {name}: "
-            f"{describe_error(error)}"
-        )
+        reason = f": {describe_error(error)}"
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
+            reason = f" because {self._who_left()}"
+        message = f"rank {self.rank} of {self.world_size} could not take part in {name}{reason}"
         if self._failure is None:
             self._failure = error
-            with contextlib.suppress(Exception):
-                message = self._note() or message
-                self._store.set(_FAILED, message)
+            message = self._leave_note(message)
             self.close()
-        return SwapioError(
-            f"{message}. Restart the job from its last commit or checkpoint; if no rank says more, "
-            "one has died"
-        )
+        return SwapioError(f"{message}. {_RESTART}")
+
+    def tell(self, error: BaseException) -> None:
+        """Give up after a failure that no exchange has told the others of: they hear of it now."""
+        if self._host is not None and self.told is None and self._failure is None:
+            self._failure = error
+            self._leave_note(
+                f"rank {self.rank} of {self.world_size} failed: {describe_error(error)}"
+            )
+            self.close()
+
+    def _leave_note(self, message: str) -> str:
+        """Leave a note that this rank cannot go on, unless there is one; return what it says."""
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that had it
+            return self._store.compare_set(_FAILED, "", message).decode()
+        return message
+
+    def _who_left(self) -> str:
+        """Say which peers closed their communication, where they did."""
+        left: list[int] = []
+        with contextlib.suppress(Exception):
+            others = (rank for rank in range(self.world_size) if rank != self.rank)
+            left = [rank for rank in others if self._store.check([f"{_LEFT}/{rank}"])]
+        if not left:
+            return "a peer is gone: its process has died, or dropped its optimizer"
+        names = ", ".join(f"rank {rank} of {self.world_size}" for rank in left)
+        return f"a peer is gone: {names} closed its optimizer, or left the program"
 
     def _note(self) -> str | None:
         """What a rank left that cannot go on."""
@@ -308,10 +330,14 @@ class Comm:
         if note is not None:
             self._failure = self._failure or SwapioError(note)
             self.close()
-            raise SwapioError(f"{note}. Restart the job from its last commit or checkpoint")
+            raise SwapioError(f"{note}. {_RESTART}")
 
     def close(self) -> None:
         """Give up the connections of our own; the user's group stays. Idempotent."""
+        if self._host is not None:
+            with contextlib.suppress(Exception):  # the store may be gone already
+                self._store.set(f"{_LEFT}/{self.rank}", "")
+        self._works.clear()
         self._host = None
 
     def _require_open(self) -> None:
@@ -331,10 +357,24 @@ class Comm:
         try:
             if self.before is not None:
                 self.before(name)
-            if sample.device.type != "cpu":
-                return Pending(self, name, other(), is_polled=False)
+            is_polled = sample.device.type == "cpu"
+            number, self._num_started = self._num_started, self._num_started + 1
             # No local variable holds the backend: a traceback would keep its connections open.
-            return Pending(self, name, getattr(self._host, host)(*args), is_polled=True)
+            self._works[number] = getattr(self._host, host)(*args) if is_polled else other()
+        except Exception as error:
+            raise self.fail(name, error) from error
+        return Pending(self, name, number, is_polled)
+
+    def is_over(self, number: int) -> bool:
+        """Whether a collective is over, as far as it is known."""
+        self._require_open()
+        return bool(self._works[number].is_completed())
+
+    def end(self, name: str, number: int) -> None:
+        """Block until a collective is over; raises as it."""
+        self._require_open()
+        try:
+            self._works.pop(number).wait()
         except Exception as error:
             raise self.fail(name, error) from error
 

@@ -59,6 +59,10 @@ class SharedRanks(Ranks):
         self.comm.exchange()
         return result
 
+    def tell(self, error: BaseException) -> None:
+        """Leave a note of a failure that the others have not heard of."""
+        self.comm.tell(error)
+
     def total(self, value: float) -> float:
         """Return the sum over all ranks, added up in the order of ranks."""
         return float(sum(self.comm.exchange(value).tolist()))

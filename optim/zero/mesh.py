@@ -152,6 +152,12 @@ class MeshRanks(SharedRanks):
         values = self.comm.exchange(value)
         return float(sum(values[list(self.mesh.peers)].tolist()))
 
+    def close(self) -> None:
+        """Give up the connections, of the copy's own group too."""
+        if self.shards is not None:
+            self.shards.close()
+        super().close()
+
 
 def mesh_ranks(params: Sequence[torch.Tensor]) -> MeshRanks:
     """Return the ranks of the mesh that the DTensors among `params` lie on. Collective."""

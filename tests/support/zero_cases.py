@@ -136,6 +136,27 @@ def break_one(rank, group, *, name, culprit, delay=0.0):
     return error
 
 
+def leave_early(rank, group):
+    """Close the communication on rank 0 while the others wait; return what they raised."""
+    comm = Comm(group)
+    comm.exchange()
+    error = None if rank == 0 else raised(comm.exchange)
+    comm.close()
+    return error
+
+
+def fail_between_steps(rank, group):
+    """Fail rank 0 where nobody hears of it, then step; return what each rank raised."""
+    params = make([(40, 30)])
+    with ZeroOptimizer(params, AdamW, stage=2, process_group=group) as opt:
+        train(opt, params, rank, steps=1)
+        if rank == 0:
+            opt._runtime.swapper.fail(OSError(5, "injected"))
+        error = raised(lambda: train(opt, params, rank, steps=1, first=2))
+        torch.distributed.barrier(group)  # the failed rank lives on, and keeps its buckets
+    return error
+
+
 def save_or_load(_rank, group, *, stage, shapes, folder, swap, steps, load, save, muon=False):
     """Load a checkpoint if there is one to load, train, save; return parameters and state."""
     params = make(shapes, seed=5 if load else 0)
@@ -190,3 +211,10 @@ def refuse(rank, group, *, settings):
     except SwapioError as error:
         return str(error)
     return None
+
+
+def raised(call):
+    """What a call of swapio raises, as text."""
+    with pytest.raises(SwapioError) as caught:
+        call()
+    return str(caught.value)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.zero_cases import break_one
+from support.zero_cases import break_one, fail_between_steps, leave_early
 from support.zero_faults import disturb
 
 COLLECTIVES = ["exchange", "gather", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -23,6 +23,23 @@ def test_a_collective_that_fails_on_one_rank_fails_on_all(ranks, name) -> None:
 def test_ranks_wait_for_one_that_is_late(ranks) -> None:
     found = ranks.run(break_one, 3, timeout=30, name="all_to_all", culprit=2, delay=0.7)
     assert found == [None, None, None]
+
+
+def test_a_rank_that_left_is_named(ranks) -> None:
+    """Its peer showed gloo's "Connection closed by peer", with an address."""
+    left, *others = ranks.run(leave_early, 3, timeout=30)
+    assert left is None
+    for error in others:
+        assert "gone: rank 0 of 3" in error
+        assert "last commit or checkpoint" in error
+        assert "gloo" not in error
+
+
+def test_a_failure_between_steps_is_heard_in_the_next_one(ranks) -> None:
+    """The failed rank raised; its peer waited for it as long as its process lived."""
+    mine, theirs = ranks.run(fail_between_steps, 2, timeout=30)
+    assert "a step failed earlier (OSError: [Errno 5] injected)" in mine
+    assert "rank 0 of 2 failed: OSError: [Errno 5] injected" in theirs
 
 
 CASES = [
@@ -58,6 +75,7 @@ def test_every_rank_raises_whatever_fails_on_one(
     assert len(operations) >= 4
     # A run takes a second where nothing else runs; the soak run takes every operation.
     stride = max(1, len(operations) // most)
+    num_raised = 0
     for number in range(0, len(operations), stride):
         culprit = number % world_size
         found = ranks.run(
@@ -76,13 +94,15 @@ def test_every_rank_raises_whatever_fails_on_one(
             assert len(seen) <= number or seen[number] == "pwrite"
             assert_same_parameters(found, quiet)
             continue
+        num_raised += 1
         for rank, (error, _, again, _) in enumerate(found):
             what = f"{operations[number]} number {number} on rank {culprit}, seen by {rank}"
             assert error is not None, what
             assert again, what
-            # A rank that failed after the step's last exchange and left is a lost connection.
-            known = ("injected", f"rank {culprit}", "closed", "could not take part in exchange")
+            # Who failed, and how; or, if that rank had left by then, who is gone.
+            known = ("injected", f"gone: rank {culprit} of {world_size}")
             assert any(words in error for words in known), f"{what}: {error}"
+    assert num_raised
     late = ranks.run(
         disturb,
         world_size,
