@@ -71,6 +71,10 @@ class Ranks:
         """Do what may fail; if it fails on one rank, raise on all of them."""
         return work()
 
+    def is_whole(self, listed: torch.Tensor) -> bool:
+        """Whether every rank has all of a parameter; the same answer on each."""
+        return all(bounds == (0, listed.numel()) for bounds in self.bounds(listed))
+
     def tell(self, error: BaseException) -> None:
         """Let the others know of a failure here, before they wait for this rank in vain."""
 

@@ -298,10 +298,12 @@ class Saving(StateAccess):
         self._fill_from(entries)
 
     def _require_whole(self, what: str) -> None:
-        parts = [info.name for info in self._layout.infos if not info.is_whole]
+        infos = self._layout.infos
+        # Of a small parameter one rank may have everything: all must come to the same answer.
+        parts = [i.name for i in infos if not (i.is_whole and self._ranks.is_whole(i.listed))]
         if parts:
             raise CheckpointError(
-                f"{what} needs whole parameters, and this rank has a part only of {parts[0]} "
+                f"{what} needs whole parameters, and ranks have parts only of {parts[0]} "
                 f"({len(parts)} such): save(dir) on all ranks, load it in one process, and do it "
                 "there"
             )

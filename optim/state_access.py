@@ -195,7 +195,7 @@ class StateAccess(Registration):
         outer = self._ranks.outer(info, value)
         if outer is not None:
             return outer
-        if info.is_whole:
+        if info.is_whole and self._ranks.is_whole(info.listed):
             return value
         raise SwapStateError(
             f"state_dict() has no form for {info.name}, of which this rank has a part only: use "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.zero_cases import run_fsdp
+from support.zero_cases import export_rows, run_fsdp
 from support.zero_training import groups_of, make, train_alone
 from swapio.optim import AdamW, Muon
 
@@ -70,3 +70,10 @@ def test_training_is_that_of_one_process(ranks, tmp_path, muon, world_size, mode
         skipped = bool(training["overflow"])
         total = sum(rank["stats"]["num_newton_schulz"] for rank in found)
         assert total == (12 if skipped else 15)
+
+
+def test_an_export_is_refused_on_every_rank(ranks, tmp_path) -> None:
+    """Of one row the first rank has all: it exported alone, while the others raised."""
+    for error in ranks.run(export_rows, 2, folder=tmp_path):
+        assert "ranks have parts only of param.0" in error
+    assert not list(tmp_path.iterdir())
