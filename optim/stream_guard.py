@@ -11,7 +11,7 @@ error; it owns no memory of the gradient's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,17 @@ _ADD = torch.ops.aten.add_.Tensor
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 _DETACH = torch.ops.aten.detach.default
 
+STREAMED = (
+    "the optimizer streams away during backward (gradients='stream'). To clip, pass max_grad_norm= "
+    "to the optimizer or call optimizer.clip_grad_norm_(max_norm); to scale, use "
+    "swapio.optim.GradScaler; or set gradients='keep'"
+)
+SHARDED = (
+    "ZeRO stage 2 has reduced into shards during backward. To clip, pass max_grad_norm= to the "
+    "optimizer or call optimizer.clip_grad_norm_(max_norm); for what must read p.grad, such as a "
+    "GradScaler, use stage=1"
+)
+
 
 class StreamedGradient(torch.Tensor):
     """Stands for a gradient that was copied away; see the module.
@@ -29,15 +40,19 @@ class StreamedGradient(torch.Tensor):
     Attributes:
         arrived: The gradient of a further backward pass, until the hook takes it.
         was_zeroed: Whether somebody zeroed the gradient since it was copied.
+        whereabouts: Ends the sentence that begins with the gradient: where it is, and what to do.
     """
 
     arrived: torch.Tensor | None
     was_zeroed: bool
+    whereabouts: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: type[StreamedGradient], param: torch.Tensor) -> StreamedGradient:
+    def __new__(
+        cls: type[StreamedGradient], param: torch.Tensor, whereabouts: str = STREAMED
+    ) -> StreamedGradient:
         """Make one with the shape, dtype and device of `param`."""
         made: StreamedGradient = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -49,6 +64,7 @@ class StreamedGradient(torch.Tensor):
         )
         made.arrived = None
         made.was_zeroed = False
+        made.whereabouts = whereabouts
         return made
 
     @classmethod
@@ -73,13 +89,19 @@ class StreamedGradient(torch.Tensor):
             return args[0]
         if func is _DETACH:
             return args[0]
-        raise SwapStateError(
-            f"{func} reads a gradient that the optimizer streams away during backward "
-            "(gradients='stream'). To clip, pass max_grad_norm= to the optimizer or call "
-            "optimizer.clip_grad_norm_(max_norm); to scale, use swapio.optim.GradScaler; or set "
-            "gradients='keep'"
-        )
+        found = _stand_ins((*args, *(kwargs or {}).values()))
+        whereabouts = next((one.whereabouts for one in found), STREAMED)
+        raise SwapStateError(f"{func} reads a gradient that {whereabouts}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is, without reading anything."""
         return f"StreamedGradient({tuple(self.shape)}, {self.dtype})"
+
+
+def _stand_ins(values: Iterable[Any]) -> Iterator[StreamedGradient]:
+    """The stand-ins among arguments, which may be in lists."""
+    for value in values:
+        if isinstance(value, StreamedGradient):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _stand_ins(value)

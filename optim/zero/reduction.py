@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of all ranks, averaged in buckets while backward goes on.
 
-    stage 2   p.grad -> send buffer -> reduce-scatter -> this rank's shard, fp32; p.grad is freed
+    stage 2   p.grad -> send buffer -> reduce-scatter -> this rank's shard, fp32; p.grad is freed,
+              and what stands there raises when it is read (`stream_guard`)
     stage 1   p.grad -> send buffer -> all-reduce -> p.grad, before backward() returns
 
 A *cycle* reduces each bucket once, in the same order on every rank. During backward a bucket goes
@@ -27,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swapio.errors import ConfigError
+from swapio.errors import ConfigError, SwapStateError
 from swapio.optim.layout import flat, is_dense
+from swapio.optim.stream_guard import SHARDED, StreamedGradient
 from swapio.optim.zero.comm import Comm, Pending
 from swapio.optim.zero.spans import BucketSpans
 from swapio.partition import plan_buckets, shard_bounds
@@ -111,6 +113,8 @@ class Reducer:
         self._next = 0
         self._queued = False
         self._seen = np.zeros(len(params), bool)
+        self._held: dict[int, torch.Tensor | None] = {}  # of which some buckets have gone
+        self._is_freed = np.zeros(len(params), bool)  # a stand-in was put in p.grad
         self._missing: list[int] = []
         self._begin_cycle()
         self._index = {id(param): index for index, param in enumerate(params)}
@@ -174,10 +178,11 @@ class Reducer:
             self._is_open = before
 
     def _arrived(self, param: torch.Tensor) -> None:
+        index = self._index[id(param)]
+        self._take_further(index, param)
         if not (self._is_open or (self._scatter and self._closes_in_backward)):
             self._is_dirty = True
             return
-        index = self._index[id(param)]
         if not self._seen[index]:
             self._seen[index] = True
             for number in self._buckets_of[index]:
@@ -188,6 +193,28 @@ class Reducer:
         if self.num_cycles == 0 or self._is_eager_again:
             while self._next < len(self.buckets) and self._missing[self._next] == 0:
                 self._launch()
+
+    def _take_further(self, index: int, param: torch.Tensor) -> None:
+        """Have in p.grad what a further pass brought, where a stand-in for earlier ones is."""
+        if not self._is_freed[index]:
+            return
+        self._check_stand_in(index, param)
+        grad = param.grad
+        if isinstance(grad, StreamedGradient):
+            # Autograd may have given the same tensor to others, and adds to p.grad in place.
+            param.grad = None if grad.arrived is None else grad.arrived.clone()
+        self._is_freed[index] = False
+
+    def _check_stand_in(self, index: int, param: torch.Tensor) -> None:
+        """Note, as an error of the step, that somebody discarded what is in the shards already."""
+        grad = param.grad
+        if isinstance(grad, StreamedGradient) and not grad.was_zeroed:
+            return
+        self._error = self._error or SwapStateError(
+            f"p.grad of {self._names[index]} was removed or zeroed after its sum over the ranks "
+            "had been formed, which would be stepped all the same: discard gradients by "
+            "optimizer.zero_grad(), not the module's, on every rank. Nothing was stepped"
+        )
 
     def _end_backward(self) -> None:
         self._queued = False
@@ -225,6 +252,8 @@ class Reducer:
         self.close_first()
         if self._comm.exchange(float(self._has_more())).any():
             self.close_cycle()
+        for index in np.flatnonzero(self._is_freed).tolist():
+            self._check_stand_in(index, self._params[index])
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -233,7 +262,10 @@ class Reducer:
         """Whether gradients came that no cycle has reduced."""
         if not self._scatter:
             return self._is_dirty
-        return any(param.grad is not None for param in self._params)
+        return any(
+            param.grad is not None and not isinstance(param.grad, StreamedGradient)
+            for param in self._params
+        )
 
     def scaled_shards(self) -> list[torch.Tensor]:
         """This rank's shards of the averaged gradients, in fp32 and in RAM; after `finish`."""
@@ -257,11 +289,20 @@ class Reducer:
             self.close_cycle()
         if self.num_cycles and self._scatter:
             self._memory.zero_()
+        self._remove_stand_ins()
+        self._held.clear()
+        self._error = None
         self._is_scaled = False
         self.present[:] = False
         self.num_cycles = 0
         self._is_dirty = False
         self._begin_cycle()
+
+    def _remove_stand_ins(self) -> None:
+        for index in np.flatnonzero(self._is_freed).tolist():
+            if isinstance(self._params[index].grad, StreamedGradient):
+                self._params[index].grad = None
+        self._is_freed[:] = False
 
     # -- buckets -----------------------------------------------------------------------------
 
@@ -273,25 +314,42 @@ class Reducer:
         buffers = self._free.pop()
         buffer = buffers.given[: bucket.numel]
         try:
-            bucket.pack(self._gradient, buffer)
+            bucket.pack(self._piece_of, buffer)
         except Exception as error:  # told to all ranks by `finish`; the collectives go on
             self._error = self._error or error
             buffer.zero_()
         if self._scatter:
             row, received = buffers.row[: bucket.row_numel], buffers.received[: bucket.numel]
             pending = self._comm.reduce_scatter(row, buffer, received)
-            for index in dict.fromkeys(bucket.params):
-                if self._buckets_of[index][-1] == number:
-                    self._params[index].grad = None
+            for index in bucket.params:
+                if self._buckets_of[index][0] == number:  # what a later pass brings stays
+                    self._free_gradient(index)
         else:
             pending = self._comm.all_reduce(buffer)
+        for index in bucket.params:
+            if self._buckets_of[index][-1] == number:
+                self._held.pop(index, None)
         self._flights.append(_Flight(number, buffers, pending, time.perf_counter()))
+
+    def _piece_of(self, index: int) -> torch.Tensor | None:
+        """The gradient as it was when the first of its buckets went: a further pass may follow."""
+        if index not in self._held:
+            self._held[index] = self._gradient(index)
+        return self._held[index]
+
+    def _free_gradient(self, index: int) -> None:
+        param = self._params[index]
+        if param.grad is not None and not isinstance(param.grad, StreamedGradient):
+            param.grad = StreamedGradient(param, SHARDED)
+            self._is_freed[index] = True
 
     def _gradient(self, index: int) -> torch.Tensor | None:
         param = self._params[index]
         grad = param.grad
-        if grad is None or not param.numel():
-            return None if grad is None else flat(param)[:0]
+        if grad is None or isinstance(grad, StreamedGradient):
+            return None
+        if not param.numel():
+            return flat(param)[:0]
         if grad.layout is not torch.strided:
             raise ConfigError(
                 f"the gradient of {self._names[index]} is {grad.layout}; swapio reduces dense "
@@ -351,6 +409,8 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._remove_stand_ins()
+        self._held.clear()
         self._flights.clear()
         self._free, self.shards = [], []
         self._memory = self._in_ram = torch.empty(0)

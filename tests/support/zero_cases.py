@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from support.training import swap_of
-from support.zero_training import Bank, groups_of, make, train
+from support.zero_training import Bank, backward, groups_of, make, rank_gradients, train
 from swapio.errors import ConfigError, SwapioError
 from swapio.optim import AdamW, Muon, ZeroOptimizer
 from swapio.optim.zero.comm import Comm
@@ -218,6 +218,63 @@ def raised(call):
     with pytest.raises(SwapioError) as caught:
         call()
     return str(caught.value)
+
+
+def read_gradients(rank, group):
+    """What others find in p.grad after a backward pass of stage 2, after step() and close()."""
+    params = make([(40, 30), (7,)])
+    clip = torch.nn.utils.clip_grad_norm_
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with ZeroOptimizer(params, AdamW, stage=2, process_group=group) as opt:
+        backward(params, rank_gradients(params, 1, 0, rank))
+        found = {
+            "clip": raised(lambda: clip(params, 1.0)),
+            "scaler": raised(lambda: scaler.unscale_(opt)),
+            "during": [p.grad is not None and p.grad.shape == p.shape for p in params],
+        }
+        opt.step()
+        found["after"] = [p.grad is None for p in params]
+        backward(params, rank_gradients(params, 2, 0, rank))
+    return {**found, "closed": [p.grad is None for p in params]}
+
+
+def passes(rank, group, *, accumulate):
+    """Two passes outside no_sync(), the first without some parameters; SGD's sums as oracle."""
+    params = make([(6, 5), (300, 70), (9,)])
+    options = {"accumulate": accumulate, "bucket_bytes": 1 << 15, "process_group": group}
+    with ZeroOptimizer(params, AdamW, stage=2, **options) as opt:
+        cut = [len(numbers) for numbers in opt._ranks.reducer._buckets_of]
+        assert cut[1] > 1, "no parameter is cut"
+        sums = [torch.zeros_like(param) for param in params]
+        for micro, unused in enumerate(({(1, rank, 0)}, set())):
+            backward(params, rank_gradients(params, 1, micro, rank, unused=unused))
+        for theirs in range(2):
+            for micro, unused in enumerate(({(1, theirs, 0)}, set())):
+                grads = rank_gradients(params, 1, micro, theirs, unused=unused)
+                for total, grad in zip(sums, grads, strict=True):
+                    total += 0 if grad is None else grad / 2
+        opt.step()
+        moments = [opt.full_state_of(param)["exp_avg"] for param in params]
+    return moments, [0.1 * total for total in sums]
+
+
+def discard(rank, group, *, how):
+    """Drop gradients behind the optimizer's back, step, then do it rightly."""
+    model = Bank(make([(40, 30), (7,)]))
+    params = list(model.params)
+    before = [param.detach().clone() for param in params]
+    with ZeroOptimizer(params, AdamW, stage=2, process_group=group) as opt:
+        model(rank_gradients(params, 1, 0, rank)).backward()
+        opt.synchronize()
+        opt._ranks.begin_step()
+        model.zero_grad(set_to_none=how == "module")
+        error = raised(opt.step)
+        moved = not all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+        opt.zero_grad()
+        model(rank_gradients(params, 1, 0, rank)).backward()
+        opt.step()
+        return error, moved, not torch.equal(params[0], before[0])
 
 
 def export_rows(_rank, group, *, folder):
