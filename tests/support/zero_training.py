@@ -11,6 +11,8 @@ import contextlib
 
 import torch
 
+from swapio.optim import Muon
+
 
 def gradient(shape, step, micro, rank, index, *, scale=1.0):
     """The gradient of one parameter on one rank in one micro-batch."""
@@ -115,3 +117,25 @@ def train_alone(opt, params, world_size, *, steps, micros=1, clip_on=(), max_nor
         for param, grad in zip(params, found, strict=True):
             param.grad = None if grad is None else grad.to(param.dtype)
         opt.step()
+
+
+def alone(kind, shapes, world_size, training, *, settings, dtype=torch.float32):
+    """Make parameters and an optimizer of `kind`, and train; return parameters, state and norm."""
+    params = make(shapes, dtype)
+    with kind(groups_of(params, muon=kind is Muon), nonfinite="skip", **settings) as opt:
+        train_alone(opt, params, world_size, **training)
+        state = [opt.state_of(param) for param in params]
+        return [param.detach() for param in params], state, opt.grad_norm
+
+
+def alone_by_torch(shapes, world_size, *, settings, steps, micros=1, clip_on=(), max_norm=1.0):
+    """The same training by torch's own AdamW and clip_grad_norm_."""
+    params = make(shapes)
+    opt = torch.optim.AdamW(params, **settings)
+    for step in range(1, steps + 1):
+        for param, grad in zip(params, averaged(params, world_size, step, micros), strict=True):
+            param.grad = grad
+        if step in clip_on:
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+        opt.step()
+    return [param.detach() for param in params]

@@ -7,20 +7,11 @@ import pytest
 import torch
 
 from support.zero_cases import export_rows, run_fsdp
-from support.zero_training import groups_of, make, train_alone
+from support.zero_training import alone, make
 from swapio.optim import AdamW, Muon
 
 SHAPES = [(17, 33), (300, 40), (1, 300), (512, 600), (33,), (2,)]
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
-
-
-def alone(world_size, dtype, training, *, muon):
-    params = make(SHAPES, dtype)
-    kind = Muon if muon else AdamW
-    with kind(groups_of(params, muon=muon), nonfinite="skip", **SETTINGS) as opt:
-        train_alone(opt, params, world_size, **training)
-        state = [opt.state_of(param) for param in params]
-        return [param.detach() for param in params], opt.grad_norm, state
 
 
 @pytest.mark.parametrize(
@@ -50,7 +41,8 @@ def test_training_is_that_of_one_process(ranks, tmp_path, muon, world_size, mode
         training=training,
         muon=muon,
     )
-    params, norm, state = alone(world_size, torch.float32, training, muon=muon)
+    kind = Muon if muon else AdamW
+    params, state, norm = alone(kind, SHAPES, world_size, training, settings=SETTINGS)
     initial = make(SHAPES)
     bound = 1e-4 if muon else 1e-5
     for rank in found:

@@ -8,21 +8,13 @@ import torch
 from oracles.muon import MuonReference, relative_error
 
 from support.zero_cases import run_stage
-from support.zero_training import averaged, groups_of, make, train_alone
+from support.zero_training import alone, averaged, make
 from swapio.optim import Muon
 
 # Padded (17 x 33), tall, wide, a matrix of fewer elements than ranks, and what AdamW steps.
 SHAPES = [(17, 33), (300, 40), (40, 300), (1, 3), (512, 600), (33,)]
 NUM_MATRICES = 5
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
-
-
-def alone(world_size, dtype, training):
-    params = make(SHAPES, dtype)
-    with Muon(groups_of(params, muon=True), nonfinite="skip", **SETTINGS) as opt:
-        train_alone(opt, params, world_size, **training)
-        state = [opt.state_of(param) for param in params]
-    return [param.detach() for param in params], state
 
 
 def oracle(world_size, training):
@@ -68,7 +60,7 @@ def test_training_is_that_of_one_process(
         training=training,
         muon=True,
     )
-    params, state = alone(world_size, dtype, training)
+    params, state, _ = alone(Muon, SHAPES, world_size, training, settings=SETTINGS, dtype=dtype)
     for rank in found:
         for index, (mine, wanted) in enumerate(zip(rank["params"], params, strict=True)):
             assert torch.equal(mine, wanted), f"parameter {index}"

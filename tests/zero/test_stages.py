@@ -7,22 +7,13 @@ import pytest
 import torch
 
 from support.zero_cases import run_stage
-from support.zero_training import make, train_alone
+from support.zero_training import alone, alone_by_torch, make
 from swapio.optim import AdamW
 
 # Padded last shard (17 x 33), an empty shard (3 elements on 4 ranks), one element, larger than a
 # bucket, and something that is swapped.
 SHAPES = [(17, 33), (3,), (1,), (300, 40), (600, 1024), (5,)]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-def alone(world_size, shapes, dtype, training):
-    params = make(shapes, dtype)
-    training = {**training}
-    with AdamW(params, nonfinite="skip", **SETTINGS) as opt:
-        train_alone(opt, params, world_size, **training)
-        state = [opt.state_of(param) for param in params]
-    return [param.detach() for param in params], state
 
 
 CASES = [
@@ -60,7 +51,7 @@ def test_training_is_that_of_one_process(
         zero=zero,
         training=training,
     )
-    params, state = alone(world_size, SHAPES, torch.float32, training)
+    params, state, _ = alone(AdamW, SHAPES, world_size, training, settings=SETTINGS)
     initial = make(SHAPES)
     exact = (world_size <= 2 or stage == 2) and zero.get("accumulate") != "shard"
     for rank in found:
@@ -68,9 +59,7 @@ def test_training_is_that_of_one_process(
             assert torch.equal(mine, found[0]["params"][index])
             if exact:
                 assert torch.equal(mine, wanted), f"parameter {index}"
-            moved = wanted.double() - initial[index].detach().double()
-            error = mine.double() - wanted.double()
-            assert error.norm() <= 1e-5 * moved.norm() + 2**-23 * wanted.norm()
+            assert_moved_alike(mine, wanted, initial[index])
         for mine, wanted in zip(rank["state"], state, strict=True):
             assert mine.keys() == wanted.keys()
             assert torch.equal(mine["step"], wanted["step"])
@@ -78,6 +67,26 @@ def test_training_is_that_of_one_process(
                 assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
     check_shards([rank["local"] for rank in found], world_size)
     check_figures(found, mode, micros, zero)
+
+
+def assert_moved_alike(mine, wanted, initial):
+    """The bound of rescaled and sharded steps, norm-wise."""
+    moved = wanted.double() - initial.detach().double()
+    error = mine.double() - wanted.double()
+    assert error.norm() <= 1e-5 * moved.norm() + 2**-23 * wanted.norm()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_training_is_torchs(ranks, tmp_path, stage) -> None:
+    """Against torch's AdamW and clip_grad_norm_, of which swapio has nothing."""
+    training = {"steps": 4, "micros": 2, "clip_on": (2, 4)}
+    common = {"shapes": SHAPES, "settings": SETTINGS}
+    zero = {"stage": stage, "mode": "pipelined", "folder": tmp_path}
+    found = ranks.run(run_stage, 3, **zero, **common, training=training)
+    wanted = alone_by_torch(SHAPES, 3, settings=SETTINGS, **training)
+    for rank in found:
+        for mine, theirs, initial in zip(rank["params"], wanted, make(SHAPES), strict=True):
+            assert_moved_alike(mine, theirs, initial)
 
 
 def check_figures(found, mode, micros, zero):
