@@ -106,7 +106,8 @@ def adam_rescale_spans(
     """Turn the result of a step on old_scale * g into that of a step on new_scale * g, in one pass.
 
     Blocks until done, with the GIL released. `spans`, `hypers` and `ties` are those of the step
-    (ties: those it returned). Equal scales leave everything bit for bit.
+    (ties: those it returned). Equal scales leave everything bit for bit; what the spans send to
+    other memory (`out`, and the addresses that end in `_to`) is written there all the same.
 
     Args:
         form: From adam_form(); an fp32 or split master with fp32 moments.

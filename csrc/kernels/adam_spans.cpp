@@ -163,6 +163,29 @@ TieList ties_within(const Span* spans, int64_t num_spans, const uint32_t* ties, 
   return found;
 }
 
+// What a rescale between equal scales does: results that go to other memory are copied there.
+void keep_spans(const AdamCall& call, const Span* spans, int64_t num_spans) {
+  const AdamForm& form = call.form;
+  const int state = element_bytes(form.state);
+  std::vector<Run> copies, outs;
+  for (int64_t i = 0; i < num_spans; i++) {
+    const Span& s = spans[i];
+    if (s.numel == 0) continue;
+    const auto move = [&](uint64_t from, uint64_t to, int bytes) {
+      if (to != 0 && to != from) copies.push_back({from, to, s.numel * bytes});
+    };
+    move(s.param, s.param_to, master_bytes(form.master));
+    move(s.exp_avg, s.exp_avg_to, state);
+    move(s.exp_avg_sq, s.exp_avg_sq_to, state);
+    if (form.master == kMasterSplit) move(s.low, s.low_to, 2);
+    if (form.out != kOutNone) outs.push_back({s.param, s.out, s.numel});
+  }
+  copy_spans(copies.data(), static_cast<int64_t>(copies.size()), call.max_threads);
+  if (form.out == kOutNone) return;
+  const Dtype to = form.out == kOutBf16 ? kBf16 : kFp16;
+  convert_spans(outs.data(), static_cast<int64_t>(outs.size()), kFp32, to, call.max_threads);
+}
+
 // Elements before the next cache line of the first moment: stores that cross lines cost bandwidth.
 int64_t head_numel(const Span& s, const AdamForm& form, int64_t first) {
   const uint64_t bytes = static_cast<uint64_t>(element_bytes(form.state));
@@ -201,7 +224,8 @@ TieList adam_spans(const AdamCall& call, const Span* spans, int64_t num_spans, c
   }
   for (int64_t i = 0; i < num_spans; i++) check_span(spans[i], call.form, i, num_hypers);
   if (call.op == kRescale && static_cast<float>(call.scale) == static_cast<float>(call.new_scale)) {
-    return ties_within(spans, num_spans, ties, num_ties);  // leaves every bit
+    keep_spans(call, spans, num_spans);  // leaves every bit
+    return ties_within(spans, num_spans, ties, num_ties);
   }
   int64_t total_numel = 0;
   for (int64_t i = 0; i < num_spans; i++) total_numel += spans[i].numel;

@@ -111,6 +111,53 @@ def test_equal_scales_leave_every_bit() -> None:
     assert same(rescaled, after)
 
 
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
+def test_equal_scales_still_write_what_goes_elsewhere(out: torch.dtype) -> None:
+    """They once returned early, and left a new copy and other destinations as they were."""
+    after = stepped(arrays(0.02), 0.3)
+    after[2][7], after[3][8] = -0.0, 1e-45
+    copy = torch.full((NUMEL,), 7.0, dtype=out)
+    rescaled = clone(after)
+    kernels.adam_rescale(*rescaled, **HYPER.keywords(), old_scale=0.3, new_scale=0.3, out=copy)
+    assert same(rescaled, after)
+    assert torch.equal(copy, after[0].to(out))
+    targets = [torch.full((NUMEL,), 7.0) for _ in range(3)]
+    spans = np.zeros(1, kernels.SPAN_DTYPE)
+    names = ("param", "grad", "exp_avg", "exp_avg_sq")
+    for name, tensor in zip(names, after, strict=True):
+        spans[name] = tensor.data_ptr()
+    for name, tensor in zip((names[0], *names[2:]), targets, strict=True):
+        spans[f"{name}_to"] = tensor.data_ptr()
+    spans["numel"] = NUMEL
+    hypers = np.zeros(1, kernels.HYPER_DTYPE)
+    hypers["step"] = 7
+    form = kernels.adam_form(param=torch.float32, grad=torch.float32)
+    kernels.adam_rescale_spans(form, spans, hypers, old_scale=0.3, new_scale=0.3)
+    assert same(targets, [after[0], *after[2:]])
+
+
+def test_equal_scales_move_a_split_master() -> None:
+    p, g, m, v = arrays(0.02)
+    p.view(torch.int32)[:4] = 0x3F808000  # ties
+    high, low = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL, dtype=torch.int16)
+    addresses = [[t.data_ptr()] for t in (p, high, low)]
+    ties = kernels.split_master_spans(*addresses, [NUMEL], [0])
+    targets = [torch.zeros_like(t) for t in (high, low, m, v)]
+    spans = np.zeros(1, kernels.SPAN_DTYPE)
+    names = ("param", "low", "exp_avg", "exp_avg_sq")
+    for name, tensor, target in zip(names, (high, low, m, v), targets, strict=True):
+        spans[name], spans[f"{name}_to"] = tensor.data_ptr(), target.data_ptr()
+    spans["grad"], spans["numel"] = g.data_ptr(), NUMEL
+    hypers = np.zeros(1, kernels.HYPER_DTYPE)
+    hypers["step"] = 7
+    form = kernels.adam_form(param=torch.bfloat16, grad=torch.float32, split=True)
+    scales = {"old_scale": 0.3, "new_scale": 0.3}
+    kept = kernels.adam_rescale_spans(form, spans, hypers, ties=ties, **scales)
+    assert kept is not None
+    assert kept.tolist() == ties.tolist() == [0, 1, 2, 3]
+    assert all(torch.equal(a, b) for a, b in zip(targets, (high, low, m, v), strict=True))
+
+
 def test_nan_stays_and_extreme_values_take_the_careful_path() -> None:
     odd = [0.0, -0.0, np.nan, np.inf, 1e-40, 1e-25, 1e-10, 3e18, 1e25, 3e38]
     grid = np.array(np.meshgrid(odd, odd, odd)).reshape(3, -1).astype(np.float32)
