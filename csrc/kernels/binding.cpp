@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu.h"
 #include "dispatch.h"
 #include "pool.h"
 #include "spans.h"
@@ -173,6 +174,7 @@ py::tuple grad_stats_spans(const Array<uint64_t>& addresses, const Array<int64_t
   const int limit = thread_limit(threads);
   double total = 0.0;
   without_gil([&] {
+    const FloatEnvironment environment;  // the sum is not to depend on the caller's rounding
     for (const double sum :
          square_sums(runs.data(), static_cast<int64_t>(runs.size()), type, limit))
       total += sum;

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cpu.h"
 #include "dispatch.h"
 #include "spans.h"
 #include "ties.h"
@@ -24,6 +25,7 @@ uint64_t offset(int64_t first, int64_t bytes) { return static_cast<uint64_t>(fir
 }  // namespace
 
 std::vector<double> square_sums(const Run* runs, int64_t num_runs, Dtype dtype, int max_threads) {
+  const FloatEnvironment environment;  // the tiles' sums are added here, on the caller's thread
   const SquareSumFn sum = current_level().table.square_sum[dtype];
   std::vector<int64_t> first_tile{0};
   for (int64_t i = 0; i < num_runs; i++) {

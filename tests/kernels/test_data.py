@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 from collections.abc import Iterator
 
 import numpy as np
@@ -64,6 +66,34 @@ def test_subnormal_gradients_count() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert total == pytest.approx(1000 * float(grad[0]) ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["down", "up", "zero"])
+def test_the_callers_rounding_mode_changes_no_bit(mode: str) -> None:
+    """The sums of the tiles were once added with the caller's rounding."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the values of <fenv.h> are the processor's")
+    libm = ctypes.CDLL("libm.so.6")
+    values = torch.randn(100_003)
+    state = [torch.randn(4099), torch.randn(4099), torch.randn(4099), torch.rand(4099)]
+    results = []
+    for wanted in (0, {"down": 0x400, "up": 0x800, "zero": 0xC00}[mode]):
+        stepped, converted = [t.clone() for t in state], torch.empty(100_003, dtype=torch.float16)
+        spans = [values.data_ptr()], [values.numel()]
+        assert libm.fesetround(wanted) == 0
+        try:
+            sums = kernels.grad_stats_spans(*spans, torch.float32)
+            each = kernels.square_sum_spans(*spans, torch.float32).tolist()
+            kernels.adam_step(*stepped, step=3)
+            kernels.convert_spans(
+                spans[0], [converted.data_ptr()], spans[1], torch.float32, torch.float16
+            )
+            kept = libm.fegetround()
+        finally:
+            libm.fesetround(0)
+        assert kept == wanted, "the caller's own setting was not restored"
+        results.append((sums, each, *(t.tolist() for t in (*stepped, converted))))
+    assert results[0] == results[1]
 
 
 def test_per_span_sums_do_not_depend_on_their_neighbours() -> None:
