@@ -34,7 +34,7 @@ template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 using SpanArray = py::array_t<Span, py::array::c_style>;
 using HyperArray = py::array_t<Hyper, py::array::c_style>;
-using Threads = std::optional<int>;
+using Threads = std::optional<int64_t>;
 using OptionalTies = std::optional<Array<uint32_t>>;
 
 // Takes the GIL again. At interpreter exit CPython (before 3.14) ends a daemon thread that comes
@@ -65,7 +65,7 @@ void without_gil(const Work& work) {
 int thread_limit(const Threads& threads) {
   if (!threads) return 0;
   if (*threads < 1) throw py::value_error("threads must be at least 1");
-  return *threads;
+  return static_cast<int>(std::min<int64_t>(*threads, kMaxThreads));
 }
 
 Dtype to_dtype(int code) {
@@ -324,8 +324,12 @@ void symmetric_product_(const OperandTuple& left, const OperandTuple& right, uin
   without_gil([&] { symmetric_product(call, limit); });
 }
 
-void set_threads_(int num_threads_wanted, const std::vector<int>& cores) {
-  if (num_threads_wanted < 1) throw py::value_error("num_threads must be at least 1");
+void set_threads_(int64_t num_threads_wanted, const std::vector<int>& cores) {
+  if (num_threads_wanted < 1 || num_threads_wanted > kMaxThreads) {
+    throw py::value_error("num_threads must be at least 1 and at most " +
+                          std::to_string(kMaxThreads) + ", got " +
+                          std::to_string(num_threads_wanted));
+  }
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   if (sched_getaffinity(getpid(), sizeof allowed, &allowed) != 0) CPU_ZERO(&allowed);
@@ -335,7 +339,7 @@ void set_threads_(int num_threads_wanted, const std::vector<int>& cores) {
                             " is not in this process's affinity mask");
     }
   }
-  without_gil([&] { set_threads(num_threads_wanted, cores); });
+  without_gil([&] { set_threads(static_cast<int>(num_threads_wanted), cores); });
 }
 
 void stop_threads_() {
@@ -400,7 +404,7 @@ void define_settings(py::module_& m) {
   m.def("simd_levels", &supported_levels, "The levels that run here, slowest first.");
   m.def("set_simd_level", &select_level, py::arg("name"), "Choose a level, or 'auto'.");
   m.def("set_threads", &set_threads_, py::arg("num_threads"), py::arg("cores") = std::vector<int>{},
-        "Set the thread budget and the cores to bind to.");
+        "Set the thread budget (1 to 4096) and the cores to bind to.");
   m.def("num_threads", &num_threads, "The thread budget, the caller included.");
   m.def("thread_cores", &thread_cores, "The cores that threads are bound to; empty if unbound.");
   m.def("default_num_threads", &default_num_threads, "Cores of this process per local rank.");

@@ -23,10 +23,13 @@ using ItemFn = void (*)(void* context, int64_t item, int participant);
 // all are done. Every thread has the kernels' floating-point environment while it works.
 void parallel_for(int64_t num_items, int max_threads, ItemFn run, void* context);
 
-// Sets the budget, the calling thread included. `cores`: participant i of a call is bound to
-// cores[i % size]; the calling thread (participant 0) is left where it is. Empty: the main thread's
-// affinity mask. (OpenMP run-times with OMP_PROC_BIND narrow that mask to one core: name the
-// cores.)
+// A larger budget is a mistake: every call would start that many threads.
+constexpr int kMaxThreads = 4096;
+
+// Sets the budget, the calling thread included (1 to kMaxThreads). `cores`: participant i of a call
+// is bound to cores[i % size]; the calling thread (participant 0) is left where it is. Empty: the
+// main thread's affinity mask. (OpenMP run-times with OMP_PROC_BIND narrow that mask to one core:
+// name the cores.)
 void set_threads(int num_threads, const std::vector<int>& cores);
 int num_threads();
 std::vector<int> thread_cores();

@@ -303,8 +303,74 @@ def test_threads_are_bound_to_the_cores_given() -> None:
     assert len(os.sched_getaffinity(0)) >= 1
     with pytest.raises(ValueError, match="affinity"):
         kernels.set_threads(2, [100_000])
-    with pytest.raises(ValueError, match="at least 1"):
-        kernels.set_threads(0)
+    for wanted in (0, -1, 4097, 1 << 40):  # refused before the pool that runs is given up
+        with pytest.raises(ValueError, match="at least 1 and at most 4096"):
+            kernels.set_threads(wanted)
+    assert kernels.num_threads() == 2
+    kernels.adam_step(*tensors, step=1, threads=1 << 40)  # more than the budget: the budget
+
+
+def pool_threads() -> dict[str, str]:
+    """How often each of the pool's threads went to sleep or was put aside, and how it is now."""
+    found = {}
+    for task in TASKS.iterdir():
+        lines = (task / "status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines)
+        if fields["Name"] == "swapio-kernel":
+            keys = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+            found[task.name] = " ".join(fields[key] for key in keys)
+    return found
+
+
+def settled_pool() -> dict[str, str]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        before = pool_threads()
+        time.sleep(0.05)
+        if before == pool_threads() and all(value[0] == "S" for value in before.values()):
+            return before
+    pytest.fail("the pool's threads do not come to rest")
+
+
+def test_the_pool_sleeps_while_torch_computes() -> None:
+    """Threads that spin between calls would take the cores from torch's own pool."""
+    kernels.stop_threads()
+    kernels.set_threads(3)
+    kernels.adam_step(*state(), step=1)
+    asleep = settled_pool()
+    assert len(asleep) == 2
+    matrix = torch.ones(300, 300)
+    for _ in range(30):
+        matrix = torch.mm(matrix, matrix).clamp_(max=1.0)
+    assert pool_threads() == asleep, "the pool's threads ran without a call"
+
+
+def test_many_callers_share_one_budget() -> None:
+    """Each calling thread works on its own step; the pool's threads are not made once for each."""
+    kernels.stop_threads()
+    kernels.set_threads(3)
+    counts, stop = [], threading.Event()
+
+    def work(seed: int) -> None:
+        tensors = state(seed)
+        while not stop.is_set():
+            kernels.adam_step(*tensors, step=1)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + 30
+    while len(counts) < 50 or (max(counts) < 2 and time.monotonic() < deadline):
+        counts.append(task_names().count("swapio-kernel"))
+        time.sleep(0.002)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert max(counts) == 2
+
+
+def task_names() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
