@@ -113,7 +113,10 @@ def _plain(table: ParameterTable, grads: Sequence[torch.Tensor | None]) -> Addre
     try:
         if not all(map(torch.Tensor.is_contiguous, found)):
             return None
-        return np.fromiter(map(torch.Tensor.data_ptr, found), np.uint64, len(found))
+        if any(map(torch.Tensor.is_neg, found)):
+            return None
+        address = np.fromiter(map(torch.Tensor.data_ptr, found), np.uint64, len(found))
+        return None if (table.numels[address == 0] > 0).any() else address
     except RuntimeError:  # what is not strided has no such thing: it is looked at one by one
         return None
 
@@ -141,7 +144,11 @@ def _suitable(info: ParameterInfo, grad: torch.Tensor, keep: list[torch.Tensor])
             f"the gradient of {info.name} has dtype {grad.dtype}; there are kernels for "
             f"{', '.join(map(str, GRADIENT_DTYPES))}. Nothing was stepped"
         )
-    if grad.stride() == param.stride() or grad.numel() == 0:
+    if grad.numel() and not grad.data_ptr():
+        raise ConfigError(
+            f"the gradient of {info.name} has no memory: its storage was freed. Nothing was stepped"
+        )
+    if grad.numel() == 0 or (grad.stride() == param.stride() and not grad.is_neg()):
         return grad
     copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype)
     copy.copy_(grad)

@@ -141,6 +141,8 @@ def check_parameter(name: str, param: torch.Tensor) -> None:
         raise refuse(f"is on {param.device}", "Parameters may be on the CPU or on a CUDA device.")
     if param.layout is not torch.strided:
         raise refuse(f"has layout {param.layout}", "Only dense parameters can be swapped.")
+    if param.is_neg():
+        raise refuse("has the negative bit", "Pass a parameter made of .resolve_neg().")
     if param.dtype not in _FLOATS:
         known = ", ".join(str(dtype) for dtype in _FLOATS)
         raise refuse("has a dtype without an update kernel", f"Supported: {known}.")

@@ -152,6 +152,11 @@ class ParameterTable:
         for index, (info, shape) in enumerate(zip(self.infos, self.shapes, strict=True)):
             param, bucket = info.param, info.bucket
             strides = self._strides.get(index)
+            if param.numel() and not param.data_ptr():
+                raise ConfigError(
+                    f"parameter {info.name} has no memory: its storage was freed. Nothing was "
+                    "stepped. Let what frees it (a sharding wrapper, say) bring it back before step"
+                )
             if (
                 param.dtype is bucket.dtype
                 and param.shape == shape
@@ -175,7 +180,7 @@ def _new_layouts() -> _kernels.TensorLayouts | None:
         return None
     try:
         return _kernels.TensorLayouts(exchange, (torch.nn.Parameter, torch.Tensor))
-    except ValueError:  # a later DLPack
+    except (TypeError, ValueError):  # a later DLPack, or no capsule
         return None
 
 

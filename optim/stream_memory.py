@@ -120,7 +120,7 @@ def in_memory_order(info: ParameterInfo, grad: torch.Tensor) -> torch.Tensor:
     """The elements of a gradient as a 1-D tensor, in the order in which its parameter lies."""
     param = info.param
     if grad.stride() == param.stride() or grad.numel() == 0:
-        return flat(grad)
+        return flat(grad.resolve_neg())  # the negative bit is not in memory
     copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device)
     copy.copy_(grad)
     return flat(copy)

@@ -245,6 +245,11 @@ def _as_list(name: str, value: TensorOrList) -> list[torch.Tensor]:
                 "not contiguous; a copy would be stepped in its place, so pass .contiguous() "
                 "and copy back"
             )
+        if tensor.is_neg():
+            raise ValueError(
+                f"{name}[{index}] has the negative bit: its memory holds the opposite of its "
+                "elements; pass .resolve_neg()"
+            )
     return tensors
 
 

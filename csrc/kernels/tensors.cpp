@@ -4,6 +4,10 @@
 // reference, in some ten nanoseconds, where the properties in Python take a microsecond. The
 // description's arrays belong to the tensor.
 // Consequence: nothing of a description is kept beyond the tensor's turn.
+//
+// A description does not say that a tensor has the negative bit (the imaginary part of a conjugate,
+// which torch makes without a copy). Autograd leaves it on gradients of one element only: any other
+// such view skips every second number, so its strides are not a parameter's.
 #include "tensors.h"
 
 #include <algorithm>
@@ -52,6 +56,17 @@ int64_t numel_of(const DlTensor& tensor) {
   int64_t numel = 1;
   for (int32_t i = 0; i < tensor.ndim; i++) numel *= tensor.shape[i];
   return numel;
+}
+
+// Whether a tensor has elements but no memory: somebody freed its storage.
+bool is_freed(const DlTensor& tensor) { return tensor.data == nullptr && numel_of(tensor) > 0; }
+
+bool has_negative_bit(const py::object& tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto found =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  if (!found) throw py::error_already_set();
+  return found.ptr() == Py_True;
 }
 
 uint64_t address_of(const DlTensor& tensor) {
@@ -148,7 +163,7 @@ bool has_dtype_of(const DlTensor& tensor, const std::vector<int64_t>& layout) {
 
 }  // namespace
 
-py::ssize_t TensorLayouts::addresses(const py::list& tensors, py::array_t<uint64_t> out) const {
+py::ssize_t TensorLayouts::addresses(const py::list& tensors, AddressArray out) const {
   if (tensors.size() != size() || out.ndim() != 1 || out.size() != py::ssize_t(size())) {
     throw py::value_error("tensors and out must be as long as the layouts");
   }
@@ -158,14 +173,15 @@ py::ssize_t TensorLayouts::addresses(const py::list& tensors, py::array_t<uint64
     Seen seen;
     PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), py::ssize_t(i));
     const Layout& layout = kinds_[kind_of_[i]];
-    const bool fits = look(tensor, seen) && has_dtype_of(seen, layout) && lies_as(seen, layout);
+    const bool fits = look(tensor, seen) && has_dtype_of(seen, layout) && lies_as(seen, layout) &&
+                      !is_freed(seen);
     if (!fits && first < 0) first = py::ssize_t(i);
     to[i] = fits ? address_of(seen) : 0;
   }
   return first;
 }
 
-py::object TensorLayouts::grad_addresses(const py::list& tensors, py::array_t<uint64_t> out) const {
+py::object TensorLayouts::grad_addresses(const py::list& tensors, AddressArray out) const {
   if (tensors.size() != size() || out.ndim() != 1 || out.size() != py::ssize_t(size())) {
     throw py::value_error("tensors and out must be as long as the layouts");
   }
@@ -181,6 +197,7 @@ py::object TensorLayouts::grad_addresses(const py::list& tensors, py::array_t<ui
     if (grad.is_none()) continue;
     Seen seen;
     if (!look(grad.ptr(), seen) || !lies_as(seen, kinds_[kind_of_[i]])) return py::none();
+    if (is_freed(seen) || (numel_of(seen) == 1 && has_negative_bit(grad))) return py::none();
     const int code = dtype_code(seen.dtype);
     if (code < 0 || (count > 0 && code != dtype)) return py::none();
     dtype = code;

@@ -14,6 +14,8 @@ namespace swapio {
 
 struct DlpackTable;
 
+using AddressArray = pybind11::array_t<uint64_t, pybind11::array::c_style>;
+
 // The layouts (dtype, device, shape, strides) of a growing list of tensors, to which the same
 // tensors and their gradients are held later. Knows exact instances of `types` only: what a
 // subclass calls its memory is the subclass's affair.
@@ -29,13 +31,12 @@ class TensorLayouts {
 
   // Writes the address of each tensor; returns the index of the first one whose layout is no
   // longer what was appended, -1 when there is none.
-  pybind11::ssize_t addresses(const pybind11::list& tensors, pybind11::array_t<uint64_t> out) const;
+  pybind11::ssize_t addresses(const pybind11::list& tensors, AddressArray out) const;
 
   // Writes the address of each tensor's `grad`, 0 where that is None. Returns (dtype code, number
   // of gradients), or None if they are not all of one dtype with a kernel, laid out as their
-  // tensors and on the same device: then somebody has to look closer.
-  pybind11::object grad_addresses(const pybind11::list& tensors,
-                                  pybind11::array_t<uint64_t> out) const;
+  // tensors, on the same device and in memory as they are: then somebody has to look closer.
+  pybind11::object grad_addresses(const pybind11::list& tensors, AddressArray out) const;
 
  private:
   using Layout = std::vector<int64_t>;

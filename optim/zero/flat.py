@@ -220,7 +220,7 @@ class FlatRanks(SharedRanks):
             )
             grad = laid.copy_(grad)
         start, stop, _ = shard_bounds(listed.numel(), self.world_size, self.rank)
-        run = flat(grad)[start:stop].cpu()
+        run = flat(grad.resolve_neg())[start:stop].cpu()
         result.keep.append(run)
         result.present[info.index] = True
         result.address[info.index] = run.data_ptr()

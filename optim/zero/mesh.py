@@ -119,7 +119,7 @@ class MeshRanks(SharedRanks):
             if grad is None:
                 continue
             require_placed_alike(info.name, grad, info.listed)
-            local = local_of(grad)
+            local = local_of(grad).resolve_neg()  # the negative bit is not in memory
             if local.dtype not in GRADIENT_DTYPES or local.shape != info.param.shape:
                 raise ConfigError(
                     f"the gradient of {info.name} is {local.dtype} of {tuple(local.shape)} on this "

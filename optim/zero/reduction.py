@@ -356,7 +356,7 @@ class Reducer:
                 "gradients only (for an embedding pass sparse=False)"
             )
         if grad.stride() == param.stride() and is_dense(grad):
-            return grad
+            return grad.resolve_neg()  # the negative bit is not in memory
         copy = torch.empty_strided(
             param.shape, param.stride(), dtype=grad.dtype, device=grad.device
         )

@@ -72,6 +72,12 @@ def test_python_and_native_tables_agree(op: str) -> None:
     assert len(known) == {"step": 42, "rescale": 12, "rollback": 12}[op]
 
 
+def freed(numel: int) -> torch.Tensor:
+    tensor = torch.rand(numel)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def unchanged(tensors: list[torch.Tensor], call: Any) -> None:
     before = [t.clone() if t.device.type == "cpu" else None for t in tensors]
     call()
@@ -88,6 +94,8 @@ def test_bad_tensors_are_named_and_nothing_is_written(index: int) -> None:
         (torch.rand(17).to_sparse(), ValueError, f"{name}\\[0\\].*sparse"),
         (torch.rand(16), ValueError, "elements, its param"),
         ([torch.rand(17), torch.rand(17)], ValueError, "params but"),
+        (torch._neg_view(torch.rand(17)), ValueError, f"{name}\\[0\\] has the negative bit"),
+        (freed(17), ValueError, f"address of {name}"),
         (torch.rand(17).double(), TypeError, "there are|one dtype"),
         (torch.rand(17, dtype=torch.complex64), TypeError, "there are|one dtype"),
         (torch.zeros(17, dtype=torch.int32), TypeError, "there are|one dtype"),

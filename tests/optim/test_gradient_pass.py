@@ -6,6 +6,7 @@ Each case runs with and without DLPack's exchange table, and means the same.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,8 +175,6 @@ def test_layouts_refuse_what_is_not_theirs(way):
     assert not layouts.extend([torch.ones(3), torch.nn.Parameter(torch.ones(3))])
     assert not layouts.extend([3])  # type: ignore[list-item]
     assert len(layouts) == 1
-    import numpy as np
-
     with pytest.raises(ValueError, match="as long as"):
         layouts.addresses([], np.empty(1, np.uint64))
     with pytest.raises(TypeError):
@@ -189,3 +188,64 @@ def _capsule_of_another_name():
     import datetime
 
     return datetime.datetime_CAPI
+
+
+def conjugate_loss(param):
+    """A loss whose gradient autograd leaves as a view with the negative bit."""
+    z = torch.complex(torch.tensor(2.0), param).conj()
+    return z.real + 3 * z.imag
+
+
+@pytest.mark.parametrize("gradients", ["keep", "stream"])
+def test_a_negated_view_is_read_as_what_it_means(gradients):
+    """The gradient of a scalar behind a conjugate was once taken with the wrong sign."""
+    mine, theirs = (torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+    opt = AdamW([mine], lr=0.1, gradients=gradients)
+    reference = torch.optim.AdamW([theirs], lr=0.1)
+    for _ in range(3):
+        for param, optimizer_ in ((mine, opt), (theirs, reference)):
+            optimizer_.zero_grad()
+            conjugate_loss(param).backward()
+            if param is theirs:
+                assert param.grad.is_neg(), "the test needs a gradient with the negative bit"
+            optimizer_.step()
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_one_element_of_a_conjugate_is_read_as_what_it_means():
+    opt = optimizer(torch.randn(1), torch.randn(3))
+    first, second = params_of(opt)
+    first.grad = torch.tensor([1 + 2j]).conj().imag
+    second.grad = torch.ones(3)
+    found = collect(opt._table)
+    (copy,) = found.keep
+    assert copy.tolist() == [-2.0]
+    assert found.address.tolist() == [copy.data_ptr(), second.grad.data_ptr()]
+
+
+def test_a_parameter_with_the_negative_bit_is_refused():
+    with pytest.raises(ConfigError, match="negative bit"):
+        optimizer(torch.tensor([1 + 2j]).conj().imag)
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient"])
+def test_freed_memory_is_refused_before_anything_is_stepped(what):
+    opt = optimizer(torch.randn(5), torch.randn(6))
+    first, second = params_of(opt)
+    first.grad, second.grad = torch.randn(5), torch.randn(6)
+    before = first.detach().clone()
+    freed = second.data if what == "parameter" else second.grad
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=f"{what} .*has no memory"):
+        opt.step()
+    assert torch.equal(first, before)
+
+
+def test_addresses_go_to_a_contiguous_array_only(way):
+    if way == "python":
+        pytest.skip("the native pass")
+    opt = optimizer(torch.randn(5), torch.randn(6))
+    backwards = np.zeros(2, np.uint64)[::-1]
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        opt._table._layouts.addresses(params_of(opt), backwards)
+    assert not backwards.any()
