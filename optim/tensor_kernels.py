@@ -7,8 +7,9 @@ Invariant: nothing is written before every argument has been checked.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -82,11 +83,14 @@ def adam_step(
 
     Raises:
         TypeError: No kernel for these dtypes (the message lists those there are), or no tensor.
-        ValueError: A tensor that is not on the CPU, not contiguous, of another numel, or overlaps
-            one that is written; an invalid hyperparameter.
+        ValueError: A tensor that is not on the CPU, not contiguous, of another numel, with the
+            negative bit, without memory, or that overlaps one that is written; an invalid
+            hyperparameter or seed.
     """
     if amsgrad:
         raise ValueError("amsgrad is not supported; use amsgrad=False")
+    if seed is not None and not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed must be at least 0 and below 2^64, got {seed}")
     arrays = _arrays(param, grad, exp_avg, exp_avg_sq, out, low)
     form = _form(arrays, out=out is not None, split=low is not None, stochastic=seed is not None)
     hypers = _hypers(
@@ -341,7 +345,10 @@ def _hypers(
     values: tuple[float, float, float, float, float],
     flags: int,
 ) -> NDArray[np.void]:
-    steps = [step] * num_params if isinstance(step, int) else list(step)
+    try:
+        steps = [operator.index(cast("int", step))] * num_params
+    except TypeError:
+        steps = [operator.index(one) for one in cast("Sequence[int]", step)]
     if len(steps) != num_params:
         raise ValueError(f"{num_params} params but {len(steps)} steps")
     hypers = np.zeros(num_params, _kernels.HYPER_DTYPE)

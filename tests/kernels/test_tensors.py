@@ -142,6 +142,8 @@ def test_bad_numbers_are_refused() -> None:
         ({"step": [1, 2]}, "steps"),
         ({"step": 1, "amsgrad": True}, "amsgrad"),
         ({"step": 1, "threads": 0}, "threads"),
+        ({"step": 1, "seed": -1}, "seed"),
+        ({"step": 1, "seed": 1 << 64}, "seed"),
     ):
 
         def call(keywords: Any = keywords, message: str = message) -> None:
@@ -149,6 +151,17 @@ def test_bad_numbers_are_refused() -> None:
                 kernels.adam_step(*arguments, **keywords)
 
         unchanged(arguments, call)
+
+
+def test_steps_are_whole_numbers() -> None:
+    for step in (1.0, [1.5], torch.tensor(1.0), "1"):
+        with pytest.raises(TypeError):
+            kernels.adam_step(*state(), step=step)  # type: ignore[arg-type]
+    results = []
+    for plain in (3, np.int64(3), torch.tensor(3), np.array([3])):
+        results.append(state())
+        kernels.adam_step(*results[-1], step=plain)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for one in results for a, b in zip(one, results[0], strict=True))
 
 
 def test_out_and_low_must_have_their_dtypes() -> None:
