@@ -148,8 +148,8 @@ def adam_rollback_spans(
 ) -> NDArray[np.uint32] | None:
     """Undo a step algebraically, in one pass: close to the state before, but not bit exact.
 
-    Arguments as for adam_rescale_spans; `grad_scale` is the step's. A gradient so large that the
-    second moment overflowed cannot be undone.
+    The bound is that of adam_rollback. Arguments as for adam_rescale_spans; `grad_scale` is the
+    step's. A gradient so large that the second moment overflowed cannot be undone.
 
     Raises:
         TypeError: The form has no rollback kernel.

@@ -171,19 +171,31 @@ def test_nan_stays_and_extreme_values_take_the_careful_path() -> None:
     assert torch.isfinite(state[0][moderate]).all()
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+ROLLBACKS = {
+    "plain": Hyper(step=7, weight_decay=0.0),
+    "decay": Hyper(step=7, weight_decay=0.01),
+    "low betas": Hyper(step=7, beta1=0.1, beta2=0.1),
+    "most is decayed": Hyper(step=7, lr=0.3, weight_decay=3.0),
+    "nearly all is decayed": Hyper(step=7, lr=1.0, weight_decay=0.999),
+}
+
+
+@pytest.mark.parametrize("name", ROLLBACKS)
 @pytest.mark.parametrize("fresh", [0.0, 0.02, 1.0])
-def test_rollback_returns_to_the_state_before(weight_decay: float, fresh: float) -> None:
-    hyper = Hyper(step=7, weight_decay=weight_decay)
+def test_rollback_returns_to_the_state_before(name: str, fresh: float) -> None:
+    """To 2 ulp where little is forgotten; a step that forgets most leaves less to go by."""
+    hyper = ROLLBACKS[name]
+    kept = (1 - hyper.lr * hyper.weight_decay, hyper.beta1, hyper.beta2)
     before = arrays(fresh)
     after = stepped(before, 0.4, hyper)
     back = clone(after)
     kernels.adam_rollback(*back, **hyper.keywords(), grad_scale=0.4)
-    for index in (0, 2, 3):
+    for index, factor in zip((0, 2, 3), kept, strict=True):
         values = [t[index].numpy().astype(np.float64) for t in (before, after)]
         size = np.maximum(*(np.abs(value) for value in values))
         error = np.abs(back[index].numpy() - values[0])
-        assert (error <= 2 * ulp32(size)).all()
+        allowed = 2 if factor >= 0.9 else 1.5 + 1.5 / factor
+        assert (error <= allowed * ulp32(size)).all()
     untouched = before[3] == 0
     assert (back[2][untouched] == 0).all()
     assert (back[3][untouched] == 0).all()
