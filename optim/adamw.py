@@ -64,6 +64,8 @@ class AdamRuleMixin(SwapOptimizer):
         if not is_copied:
             spans["out" if bucket.form is MasterForm.SEPARATE else "param"] = model
         spans["hyper"] = step.hyper_index[cut.param]
+        if bucket.form is MasterForm.NONE:  # which noise an element gets depends on no sub-group
+            spans["position"] = self._table.first_element[cut.param] + cut.offset
         if step.elsewhere is not None:
             self._redirect(spans, packed, cut, step.elsewhere)
         split = bucket.form is MasterForm.SPLIT

@@ -15,6 +15,7 @@ exchange table), or, with a torch that has none and for tensor subclasses, prope
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter, eq
 
@@ -40,6 +41,7 @@ class ParameterTable:
         tensors: What is stepped of them: as a rule the parameters themselves.
         shapes: Their shapes.
         numels: Their numbers of elements (int64).
+        first_element: How many elements of parameters come before each one's first (int64).
         is_contiguous: Whether all of them are.
     """
 
@@ -48,6 +50,7 @@ class ParameterTable:
         self.tensors: list[torch.Tensor] = []
         self.shapes: list[torch.Size] = []
         self.numels: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.first_element: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self.is_contiguous = True
         self._strides: dict[int, tuple[int, ...]] = {}
         self._nbytes: list[int] = []
@@ -85,6 +88,7 @@ class ParameterTable:
             if not param.is_contiguous():
                 self._strides[info.index] = param.stride()
         self.numels = np.fromiter(map(torch.Tensor.numel, self.tensors), np.int64, count)
+        self.first_element = _first_elements(self.infos, self.numels)
         self._address = np.fromiter(map(_data_ptr, self.tensors), np.uint64, count)
         self.is_contiguous = not self._strides
         if self._layouts is not None:
@@ -172,6 +176,18 @@ class ParameterTable:
                 "Nothing was stepped. Convert, move or reshape a model before its optimizer is "
                 "made, or assign p.data of the same kind"
             )
+
+
+def _first_elements(
+    infos: Sequence[ParameterInfo], numels: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Count the elements before each parameter's first one, those of other ranks included."""
+    sizes, within = numels.copy(), np.zeros_like(numels)
+    for index, info in enumerate(infos):
+        if info.part is not None:
+            sizes[index] = math.prod(info.part.shape)
+            within[index] = info.part.runs[0].offset if info.part.runs else 0
+    return sizes.cumsum() - sizes + within
 
 
 def _new_layouts() -> _kernels.TensorLayouts | None:

@@ -47,12 +47,13 @@ class UnitCut:
         model_offset: Bytes from the start of the parameter (uint64).
         model_nbytes: Bytes of the parameter (int64).
         numel: Elements.
+        offset: Elements from the start of the parameter.
         position: Elements from the start of the sub-group.
         start: First element of the chunk.
     """
 
     __slots__ = (
-        "_last", "_offset", "_templates", "model_nbytes", "model_offset", "numel", "param",
+        "_last", "_templates", "model_nbytes", "model_offset", "numel", "offset", "param",
         "position", "rows", "start",
     )  # fmt: skip
 
@@ -63,8 +64,8 @@ class UnitCut:
         self.numel = units.numel[rows]
         self.position = units.position[rows]
         self.start = chunk_start
-        self._offset = units.offset[rows]
-        self.model_offset = (self._offset * width).astype(np.uint64)
+        self.offset = units.offset[rows]
+        self.model_offset = (self.offset * width).astype(np.uint64)
         self.model_nbytes = self.numel * width
         self._last: tuple[Addresses, Addresses] | None = None
         self._templates: dict[tuple[Any, ...], npt.NDArray[np.uint64]] = {}
@@ -119,7 +120,7 @@ class UnitCut:
         spans = np.zeros(len(self.param), kernels.SPAN_DTYPE)
         spans["numel"] = self.numel
         spans["position"] = self.position
-        spans["grad"] = self._offset * grad_itemsize
+        spans["grad"] = self.offset * grad_itemsize
         for field, itemsize, _ in records:
             spans[field] = (self.position - self.start) * itemsize
         return spans.view(np.uint64).reshape(-1, _NUM_COLUMNS)

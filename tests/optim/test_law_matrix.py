@@ -16,6 +16,7 @@ import torch
 
 from support.pairwise import pairs_of, pairwise
 from support.training import assert_same, make_parameters, snapshot
+from support.training import train as train_some
 from swapio.errors import ConfigError
 from swapio.optim import AdamW
 
@@ -131,3 +132,39 @@ def test_the_core_has_every_pair():
     everything = set().union(*(pairs_of(dict(zip(SETTINGS, v, strict=True))) for v in rows))
     assert everything == set().union(*map(pairs_of, CORE))
     assert len(CORE) < 25
+
+
+@pytest.mark.filterwarnings("ignore:master='none'")
+@pytest.mark.parametrize("streams", [False, True])
+def test_noise_does_not_depend_on_sub_groups(tmp_path, streams):
+    """Stochastic rounding took its noise from the position in the sub-group, whatever its size."""
+    sizes = [70_000, (33, 7), 5, 130_000]
+    results = []
+    for numel in (1 << 24, 1 << 16):
+        params = make_parameters(sizes, torch.bfloat16)
+        swap = {"master": "none", "stochastic_rounding": True, "sub_group_numel": numel}
+        if streams:
+            swap |= {"path": str(tmp_path / str(numel)), "min_swap_bytes": 0}
+        with AdamW(params, lr=0.01, swap=swap) as opt:
+            train_some(opt, params, 3)
+            results.append(snapshot(opt, params))
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:master='none'")
+def test_parameters_do_not_share_their_noise():
+    """As those at the same place of two sub-groups once did."""
+    numel = 1 << 16
+    values = torch.ones(numel, dtype=torch.bfloat16)
+    params = [torch.nn.Parameter(values.clone()) for _ in range(3)]
+    swap = {"master": "none", "stochastic_rounding": True, "sub_group_numel": numel}
+    with AdamW(params, lr=1e-3, swap=swap) as opt:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+    one, two, three = (param.detach() for param in params)
+    for a, b in ((one, two), (two, three), (one, three)):
+        share = (a == b).double().mean().item()
+        up = (1 - 1e-3 - 1e-5 - a.min().item()) / (1 - a.min().item())
+        alike = up**2 + (1 - up) ** 2
+        assert abs(share - alike) < 0.02, "independent noise agrees this often"
