@@ -6,7 +6,8 @@
 `--storage DIR` names the folder it used, whose file system and drive are noted too.
 Each result is a JSON object; its tables are the values that map a row's name to an object of
 figures, and its other plain values go in the line below the title. So a benchmark decides by itself
-what README shows, and nothing is typed by hand.
+what README shows, and nothing is typed by hand. `NAME_range` is shown behind `NAME`; a table with
+more figures than fit beside each other has a row for each figure and a column for each row's name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured -->", "<!-- end measured -->"
 ORDER = ("engine", "kernels", "step", "memory")
+COLUMNS_MAX = 6
 
 
 def machine() -> dict[str, Any]:
@@ -81,17 +83,24 @@ def cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def with_range(row: dict[str, Any], figure: str) -> str:
+    """Return the cell of a figure, its range in parentheses where there is one."""
+    shown = cell(row.get(figure))
+    spread = row.get(f"{figure}_range")
+    return f"{shown} ({cell(spread)})" if shown and spread else shown
+
+
 def as_table(title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
-    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    lines = [
-        "",
-        f"| {title} | " + " | ".join(column.replace("_", " ") for column in columns) + " |",
+    names = dict.fromkeys(key for row in rows.values() for key in row)
+    figures = [name for name in names if name.removesuffix("_range") not in names.keys() - {name}]
+    cells = [[with_range(row, figure) for figure in figures] for row in rows.values()]
+    down, across = list(rows), [figure.replace("_", " ") for figure in figures]
+    if len(across) > COLUMNS_MAX:
+        down, across, cells = across, down, [list(column) for column in zip(*cells, strict=True)]
+    lines = ["", f"| {title} | " + " | ".join(across) + " |", "| --- |" + " ---: |" * len(across)]
+    lines += [
+        f"| {name} | " + " | ".join(line) + " |" for name, line in zip(down, cells, strict=True)
     ]
-    lines.append("| --- |" + " ---: |" * len(columns))
-    for name, row in rows.items():
-        lines.append(
-            f"| {name} | " + " | ".join(cell(row.get(column)) for column in columns) + " |"
-        )
     return lines
 
 
@@ -123,7 +132,8 @@ def render() -> str:
     lines = [
         "## Measured",
         "",
-        "Ratios are of a ceiling measured in the same run; GB is 1e9 bytes.",
+        "Ratios are of a ceiling measured in the same run, with the range over the rounds in",
+        "parentheses; GB is 1e9 bytes. The docstring of each script says what its figures are.",
         "",
     ]
     for name in names:

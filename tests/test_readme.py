@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -56,3 +57,22 @@ def test_commands_and_links_exist() -> None:
         assert f"\n{target}:" in makefile
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_measured_tables_are_those_of_the_results() -> None:
+    """Nothing is typed by hand, and no table is wider than a page."""
+    script = ROOT / "benchmarks" / "make_readme_tables.py"
+    spec = importlib.util.spec_from_file_location("make_readme_tables", script)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    section = README.partition(tables.BEGIN)[2].partition(tables.END)[0]
+    assert section == "\n" + tables.render()
+    assert max(line.count("|") for line in section.splitlines()) <= 2 + tables.COLUMNS_MAX
+    wide = {"case": {f"n{i}": float(i) for i in range(7)} | {"n0_range": [0.5, 1.5]}}
+    assert tables.as_table("t", wide)[1:4] == [
+        "| t | case |",
+        "| --- | ---: |",
+        "| n0 | 0 (0.5 to 1.5) |",
+    ]
