@@ -143,8 +143,11 @@ def test_many_python_threads_at_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
-def test_a_python_thread_keeps_its_pace() -> None:
-    """One call of about a second on one thread: with the GIL held the counter would stand still."""
+def test_a_python_thread_goes_on_during_a_call() -> None:
+    """One call of about a second on one thread: with the GIL held the counter would stand still.
+
+    The counter sleeps in each round, so that what it does before the call begins is a few rounds.
+    """
     kernels.set_threads(1)
     tensors = state(numel=1 << 16)
     once = spans_of(tensors, [])
@@ -155,23 +158,19 @@ def test_a_python_thread_keeps_its_pace() -> None:
     count, stop = [0], threading.Event()
 
     def counter() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.001):
             count[0] += 1
 
     thread = threading.Thread(target=counter)
     thread.start()
     try:
-        began, before = time.perf_counter(), count[0]
-        time.sleep(0.3)
-        solo = (count[0] - before) / (time.perf_counter() - began)
-        began, before = time.perf_counter(), count[0]
+        before = count[0]
         kernels.adam_step_spans(FORM, spans, hyper_array(), threads=1)
-        beside = (count[0] - before) / (time.perf_counter() - began)
+        during = count[0] - before
     finally:
         stop.set()
         thread.join()
-    share = 0.5 if len(os.sched_getaffinity(0)) > 1 else 0.2
-    assert beside > share * 0.5 * solo  # half of the share, for a busy machine
+    assert during >= 50
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -53,9 +53,17 @@ def test_a_configuration_comes_first(tmp_path, monkeypatch):
     assert plan_rates.rates_of(SwapConfig()) == Rates()
 
 
-def test_speeds_of_the_processor_are_measured() -> None:
-    assert plan_rates.measure_update_rate() > 10**8
-    assert plan_rates.measure_product_rate() > 10**8
+def test_speeds_of_the_processor_are_work_by_time(monkeypatch) -> None:
+    """An fp32 update reads four arrays and writes three; a product has n^3 multiply-adds."""
+    assert plan_rates._least_seconds(lambda: None) > 0
+
+    def half_a_second(work) -> float:
+        work()
+        return 0.5
+
+    monkeypatch.setattr(plan_rates, "_least_seconds", half_a_second)
+    assert plan_rates.measure_update_rate.__wrapped__() == 2 * (2 << 20) * 4 * 7
+    assert plan_rates.measure_product_rate.__wrapped__() == 2 * 2 * 1024**3
 
 
 def test_plan_says_where_speeds_come_from_and_that_checksums_limit(tmp_path, capsys, monkeypatch):

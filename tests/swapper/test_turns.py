@@ -70,9 +70,7 @@ def test_a_killed_holder_gives_the_turn_up():
     child = start_holder()
     turn = DeviceTurn(DEVICE)
     child.send_signal(signal.SIGKILL)
-    began = time.monotonic()
-    turn.acquire()
-    assert time.monotonic() - began < 5
+    turn.acquire()  # would wait for ever
     child.communicate()
     turn.close()
 
@@ -90,9 +88,7 @@ def test_a_forked_child_does_not_keep_the_turn():
     os.read(ready[0], 1)
     turn.close()  # as if this process had died: its descriptor goes without LOCK_UN
     other = DeviceTurn(DEVICE)
-    began = time.monotonic()
-    other.acquire()
-    assert time.monotonic() - began < 5
+    other.acquire()  # would wait for the child, which waits for us
     other.close()
     os.write(go[1], b"x")
     os.waitpid(child, 0)
