@@ -33,8 +33,10 @@ test-fast: $(VENV)/.built ## the Python tests, WORKERS=2 processes at a time (0:
 $(VENV)/.integrations: $(VENV)/.built requirements-integrations.txt
 	bash scripts/setup.sh integrations
 
+# What is in tests/integrations besides needs none of these packages: `make test` runs it.
 test-integrations: $(VENV)/.integrations ## examples with accelerate, transformers, Lightning, DeepSpeed
-	$(PYTEST) tests/integrations -n 2 $(ARGS)
+	$(PYTEST) tests/integrations/test_examples.py tests/integrations/test_deepspeed_training.py \
+		-n 2 --dist worksteal $(ARGS)
 
 test-fallbacks: $(VENV)/.built ## engine tests: io_uring denied, tiny memlock, built without liburing
 	bash scripts/test_fallbacks.sh

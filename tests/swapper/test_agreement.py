@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.pairwise import pairwise
 from support.swappers import KINDS, open_swapper, specs_of
 
 SIZES = {"a": (3 << 18) + 77, "b": 1 << 20, "c": (1 << 18) + 1, "d": 2_500_000}
@@ -31,10 +34,23 @@ def check(swapper, expected):
         assert torch.equal(swapper.read(key, "exp_avg"), value), key
 
 
-@pytest.mark.parametrize("durability", ["checkpoint", "step"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("order", ["alternating", "same", "shuffled"])
+SWEEPS = {
+    "order": ["alternating", "same", "shuffled"],
+    "kind": KINDS,
+    "durability": ["checkpoint", "step"],
+}
+CORE = [tuple(row.values()) for row in pairwise(SWEEPS)]
+
+
+@pytest.mark.parametrize(
+    ("order", "kind", "durability"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row not in CORE), id="-".join(row))
+        for row in itertools.product(*SWEEPS.values())
+    ],
+)
 def test_sweeps_in_any_order(tmp_path, kind, order, durability):
+    """By default every pair of two settings' values occurs; all combinations are the soak run's."""
     generator = torch.Generator().manual_seed(1)
     with open_swapper(tmp_path, kind, durability=durability) as opened:
         expected = {}
