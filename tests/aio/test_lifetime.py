@@ -148,6 +148,7 @@ def test_far_more_requests_than_the_queue_has(kind: EngineKind, tmp_path: Path) 
         Engine(kind, queue_depth=4, num_threads=4) as engine,
         engine.open(tmp_path / "data", create=True, size=4096 * 100) as file,
     ):
+        gc.collect()
         num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
         futures = [
             engine.pread(file, memory[4096 * (i % 16) : 4096 * (i % 16 + 1)], 4096 * (i % 100))
@@ -155,7 +156,7 @@ def test_far_more_requests_than_the_queue_has(kind: EngineKind, tmp_path: Path) 
         ]
         assert sum(future.result() for future in futures) == 10_000 * 4096
         assert engine.stats().num_reads == 10_000
-        assert len(os.listdir("/proc/self/fd")) == num_open  # noqa: PTH208
+        assert len(os.listdir("/proc/self/fd")) <= num_open  # noqa: PTH208
 
 
 def test_many_engines(kind: EngineKind, tmp_path: Path) -> None:
