@@ -135,28 +135,62 @@ int Core::submit(uint64_t id, const swapio_request* requests, uint32_t num_reque
     if (batches_.count(id) != 0 || unreleased_.count(id) != 0) return -EEXIST;
     const int refused = check(requests, num_requests);
     if (refused != 0) return refused;
-    // One more than there are, so that no request can complete the batch while others are queued.
-    batch->num_open = num_requests + 1;
-    for (uint32_t i = 0; i < num_requests; ++i) {
-      Request& request = batch->requests[i];
-      const swapio_request& wanted = requests[i];
-      request.batch = batch.get();
-      request.file = files_.at(wanted.file).get();
-      request.op = static_cast<Op>(wanted.op);
-      request.index = i;
-      request.address = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(wanted.address));
-      request.begin = is_sync(request.op) ? 0 : wanted.offset;
-      request.end = is_sync(request.op) ? 1 : wanted.offset + wanted.nbytes;
-      request.cursor = request.begin;
-      enqueue(&request);
-    }
     Batch* raw = batch.get();
     batches_.emplace(id, std::move(batch));
-    close_request(raw);
+    try {
+      enqueue_all(raw, requests);
+    } catch (...) {  // memory has run out: no thread has seen the batch, as the mutex is held
+      withdraw(raw);
+      unreleased_.erase(id);
+      batches_.erase(id);
+      throw;
+    }
     num_unreleased = static_cast<int>(std::min<size_t>(completions_.size(), INT32_MAX));
   }
   backend_->wake();
   return num_unreleased;
+}
+
+void Core::enqueue_all(Batch* batch, const swapio_request* requests) {
+  const auto num_requests = static_cast<uint32_t>(batch->requests.size());
+  // One more than there are, so that no request can complete the batch while others are queued.
+  batch->num_open = num_requests + 1;
+  for (uint32_t i = 0; i < num_requests; ++i) {
+    Request& request = batch->requests[i];
+    const swapio_request& wanted = requests[i];
+    request.batch = batch;
+    request.file = files_.at(wanted.file).get();
+    request.op = static_cast<Op>(wanted.op);
+    request.index = i;
+    request.address = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(wanted.address));
+    request.begin = is_sync(request.op) ? 0 : wanted.offset;
+    request.end = is_sync(request.op) ? 1 : wanted.offset + wanted.nbytes;
+    request.cursor = request.begin;
+    enqueue(&request);
+  }
+  close_request(batch);
+}
+
+// Undoes enqueue_all, wherever it was left. Allocates nothing.
+void Core::withdraw(Batch* batch) {
+  const auto forget = [batch](auto* requests) {
+    const auto is_ours = [batch](const Request* request) { return request->batch == batch; };
+    requests->erase(std::remove_if(requests->begin(), requests->end(), is_ours), requests->end());
+  };
+  forget(&ready_reads_);
+  forget(&ready_writes_);
+  for (Request& request : batch->requests) {
+    if (request.batch == nullptr) break;  // not reached
+    if (request.begin == request.end) continue;
+    FileState* file = request.file;
+    --file->num_users;
+    if (request.active) {
+      (request.op == Op::kRead ? file->reads : file->writes).erase(*request.active);
+    }
+    const auto unblock = [&](Request* earlier) { forget(&earlier->dependents); };
+    file->reads.visit_near(0, UINT64_MAX, unblock);
+    file->writes.visit_near(0, UINT64_MAX, unblock);
+  }
 }
 
 void Core::enqueue(Request* request) {

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <unordered_map>
 #include <unordered_set>
@@ -39,7 +40,7 @@ struct Request {
   uint32_t num_running = 0;
   uint32_t num_blockers = 0;
   std::vector<Request*> dependents;
-  ActiveRanges::Handle active;
+  std::optional<ActiveRanges::Handle> active;
   bool failed = false;
   int error = 0;
   uint64_t failed_at = UINT64_MAX;  // offset in the file of the first byte that was not moved
@@ -116,6 +117,8 @@ class Core final : public Source {
   };
 
   int check(const swapio_request* requests, uint32_t num_requests) const;
+  void enqueue_all(Batch* batch, const swapio_request* requests);
+  void withdraw(Batch* batch);
   void enqueue(Request* request);
   void order(Request* request);
   void make_ready(Request* request);

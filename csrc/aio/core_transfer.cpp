@@ -296,8 +296,9 @@ void Core::finish_request(Request* request) {
     fail(request, request->begin, file->writeback_error);
     file->writeback_error = 0;
   }
-  if (request->op == Op::kRead) file->reads.erase(request->active);
-  if (request->op == Op::kWrite) file->writes.erase(request->active);
+  if (request->active) {
+    (request->op == Op::kRead ? file->reads : file->writes).erase(*request->active);
+  }
   for (Request* dependent : request->dependents) {
     if (--dependent->num_blockers == 0) make_ready(dependent);
   }
@@ -319,8 +320,8 @@ void Core::close_request(Batch* batch) {
     completion.failed_transferred = request.failed_at - request.begin;
     break;
   }
-  completions_.push_back(completion);
   unreleased_.insert(completion.id);
+  completions_.push_back(completion);
   batches_.erase(completion.id);
   // A caller is only woken for its own batch, or for the last one (wait_idle, stop): with many in
   // flight the rest would be switches for nothing.

@@ -6,11 +6,30 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <random>
 
 #include "check.h"
 #include "fake_backend.h"
+
+namespace {
+int num_allocations_left = -1;  // before memory runs out; negative: it does not
+}  // namespace
+
+// Not inlined: gcc would take the pair for a mismatch.
+[[gnu::noinline]] void* operator new(size_t nbytes) {
+  if (num_allocations_left == 0) throw std::bad_alloc();
+  if (num_allocations_left > 0) --num_allocations_left;
+  void* memory = std::malloc(nbytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t /*nbytes*/) noexcept {
+  std::free(memory);
+}
 
 namespace swapio {
 namespace {
@@ -378,6 +397,55 @@ void test_transfers_of_any_size() {
   }
 }
 
+// Wherever memory runs out, the batch is refused as a whole: it holds nothing up and is not done.
+void test_a_batch_that_memory_is_too_short_for_leaves_nothing() {
+  for (int limit = 0;; ++limit) {
+    Fixture fixture;
+    uint8_t* memory = fixture.pages(8 * kPageBytes);
+    memset(memory, 1, 8 * kPageBytes);
+    fixture.submit(SWAPIO_OP_WRITE, memory, 2 * kPageBytes, 0);
+    fixture.submit(SWAPIO_OP_READ, memory + 2 * kPageBytes, kPageBytes, kPageBytes);
+    uint8_t* source = fixture.pages(4 * kPageBytes);
+    memset(source, 2, 4 * kPageBytes);
+    std::vector<swapio_request> requests;
+    for (uint64_t page = 0; page < 4; ++page) {
+      const auto address = reinterpret_cast<uintptr_t>(source + page * kPageBytes);
+      requests.push_back({SWAPIO_OP_WRITE, fixture.number, address, kPageBytes, page * kPageBytes});
+      requests.push_back({SWAPIO_OP_READ, fixture.number,
+                          reinterpret_cast<uintptr_t>(memory + 4 * kPageBytes), kPageBytes,
+                          page * kPageBytes});
+    }
+    requests.push_back({SWAPIO_OP_READ, fixture.number, 0, 0, 0});
+    requests.push_back({SWAPIO_OP_FSYNC, fixture.number, 0, 0, 0});
+    const auto num_requests = static_cast<uint32_t>(requests.size());
+    bool refused = false;
+    num_allocations_left = limit;
+    try {
+      CHECK(fixture.core.submit(100, requests.data(), num_requests) >= 0);
+    } catch (const std::bad_alloc&) {
+      refused = true;
+    }
+    num_allocations_left = -1;
+    CHECK_EQUAL(fixture.core.knows(100), !refused);
+    fixture.backend->run();
+    CHECK_EQUAL(fixture.file.bytes[0], refused ? 1 : 2);
+    for (uint64_t id = 1; id <= 2; ++id) CHECK_EQUAL(fixture.completion().failed_index, -1);
+    if (refused) CHECK(fixture.core.submit(100, requests.data(), num_requests) >= 0);
+    fixture.backend->run();
+    const swapio_completion done = fixture.completion();
+    CHECK_EQUAL(done.id, 100);
+    CHECK_EQUAL(done.failed_index, -1);
+    CHECK_EQUAL(done.transferred, 8 * kPageBytes);
+    CHECK_EQUAL(fixture.file.bytes[4 * kPageBytes - 1], 2);
+    CHECK_EQUAL(fixture.core.close_file(fixture.number), 0);
+    CHECK(fixture.core.wait_closed(fixture.number, 0));
+    if (!refused) {
+      CHECK(limit > 20);
+      return;
+    }
+  }
+}
+
 #define TEST(name) {#name, name}
 
 const std::vector<NamedTest> kTests = {
@@ -401,6 +469,7 @@ const std::vector<NamedTest> kTests = {
     TEST(test_stop_waits_for_what_is_in_flight),
     TEST(test_registered_memory_is_named_in_transfers),
     TEST(test_transfers_of_any_size),
+    TEST(test_a_batch_that_memory_is_too_short_for_leaves_nothing),
 };
 
 }  // namespace
