@@ -8,7 +8,8 @@ Facts about the memory -> consequence:
 - torch's pinned allocator rounds up to powers of two -> slabs are page-locked in place instead.
 
 Invariants: leases never overlap; the sum of leased and free bytes is the size of the pool; the
-mapping lives as long as any lease, tensor or memoryview over it.
+mapping lives as long as any lease, tensor or memoryview over it; after an interrupt memory is not
+lent again while a transfer may still run on it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from swapio.align import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
-from swapio.errors import ClosedError, ConfigError, PoolExhaustedError, SwapStateError
+from swapio.errors import (
+    ClosedError,
+    ConfigError,
+    PoolExhaustedError,
+    SwapioError,
+    SwapStateError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +168,20 @@ class Lease:
         if pool is not None:
             pool._give_back(self._offset, self._reserved_bytes)
 
+    def release_after(self, error: BaseException | None) -> None:
+        """Release at the end of a block that `error` has left (None: nothing has).
+
+        An error of this library is raised when the block's transfers are over. Anything else, such
+        as a KeyboardInterrupt, may leave one in flight: then the pool gets the memory back when
+        the last reference to this lease is gone, and the owner of a transfer is one.
+        """
+        if error is None or isinstance(error, SwapioError):
+            self.release()
+            return
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._give_back_after(self, self._offset, self._reserved_bytes)
+
     def _check(self) -> None:
         if self._pool is None:
             raise SwapStateError("the lease was released: take its tensors before that")
@@ -170,10 +192,10 @@ class Lease:
     def __exit__(
         self,
         _kind: type[BaseException] | None,
-        _error: BaseException | None,
+        error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        self.release()
+        self.release_after(error)
 
 
 class BufferPool:
@@ -211,6 +233,8 @@ class BufferPool:
         self._lock = threading.Lock()
         self._holes = [(0, self.nbytes)]  # (offset, length), ascending, never adjacent
         self._num_leases = 0
+        # A finalizer may run inside the lock: it only appends here.
+        self._returned: deque[tuple[int, int]] = deque()
         self._advise(huge_pages)
         if pin or (pin is None and _has_gpu()):
             self._pin()
@@ -219,6 +243,7 @@ class BufferPool:
     def num_free_bytes(self) -> int:
         """Bytes that are not leased, in however many holes."""
         with self._lock:
+            self._take_returned()
             return sum(length for _, length in self._holes)
 
     @property
@@ -251,6 +276,7 @@ class BufferPool:
         wanted = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             base = self._require_slab().address
+            self._take_returned()
             for index, (start, length) in enumerate(self._holes):
                 offset = round_up(base + start, alignment) - base
                 if offset + wanted <= start + length:
@@ -289,16 +315,28 @@ class BufferPool:
     def _give_back(self, offset: int, nbytes: int) -> None:
         with self._lock:
             self._num_leases -= 1
-            if self._slab is None:
-                return
-            index = bisect.bisect(self._holes, (offset, 0))
-            end = offset + nbytes
-            if index < len(self._holes) and self._holes[index][0] == end:
-                end += self._holes.pop(index)[1]
-            if index and sum(self._holes[index - 1]) == offset:
-                index -= 1
-                offset = self._holes.pop(index)[0]
-            self._holes.insert(index, (offset, end - offset))
+            self._add_hole(offset, nbytes)
+
+    def _give_back_after(self, lease: Lease, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self._num_leases -= 1
+        weakref.finalize(lease, self._returned.append, (offset, nbytes)).atexit = False
+
+    def _take_returned(self) -> None:
+        while self._returned:
+            self._add_hole(*self._returned.popleft())
+
+    def _add_hole(self, offset: int, nbytes: int) -> None:
+        if self._slab is None:
+            return
+        index = bisect.bisect(self._holes, (offset, 0))
+        end = offset + nbytes
+        if index < len(self._holes) and self._holes[index][0] == end:
+            end += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == offset:
+            index -= 1
+            offset = self._holes.pop(index)[0]
+        self._holes.insert(index, (offset, end - offset))
 
     def _require_slab(self) -> _Slab:
         if self._slab is None:

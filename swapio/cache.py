@@ -128,11 +128,16 @@ class ChunkCache:
         self._items[item.id] = item
         self.used_bytes += item.nbytes
 
-    def drop(self, item: Item) -> None:
-        """Give up an item's memory. Its bytes must be on storage, or worthless."""
+    def drop(self, item: Item, error: BaseException | None = None) -> None:
+        """Give up an item's memory. Its bytes must be on storage, or worthless.
+
+        Args:
+            item: What is dropped.
+            error: Why, if it may be in transfer; see `Lease.release_after`.
+        """
         del self._items[item.id]
         self.used_bytes -= item.nbytes
-        item.buffer.lease.release()
+        item.buffer.lease.release_after(error)
 
     def of_key(self, key: str) -> list[Item]:
         """The items of one sub-group."""

@@ -329,8 +329,8 @@ class PipelinedSwapper(WriteBehind):
             item.future = self._require_store().read(
                 group.key, buffer.pieces(group.readable), owner=buffer
             )
-        except BaseException:
-            self._cache.drop(item)
+        except BaseException as error:
+            self._cache.drop(item, error)
             raise
         return item
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -146,9 +147,14 @@ class RecordBuffer:
         """Return self; the lease is given back at the end of the block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Release the lease."""
-        self.lease.release()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release the lease; see `Lease.release_after`."""
+        self.lease.release_after(error)
 
     def pieces(self, records: Iterable[str] | None = None) -> list[Piece]:
         """The transfers that move the buffer from or to storage."""

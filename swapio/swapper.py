@@ -236,8 +236,8 @@ class PartitionedSwapper(RecordAccess):
         self._states[group.key] = SubGroupState.READING
         try:
             self._read_pieces(group, buffer, group.readable)
-        except BaseException:
-            lease.release()
+        except BaseException as error:
+            lease.release_after(error)
             self._states[group.key] = SubGroupState.OUT
             raise
         self._buffers[group.key] = buffer

@@ -109,11 +109,12 @@ class WriteBehind(PartitionedSwapper):
 
     def _complete_write(self, item: Item) -> None:
         """Wait for the write of a chunk; if it failed try once more, then be FAILED."""
-        self._writing.remove(item)
         try:
             if item.future is not None:
                 self._stats.write_bytes += item.future.result()
+            self._writing.remove(item)
         except AioError as error:
+            self._writing.remove(item)
             item.future = None
             item.state = ItemState.DIRTY
             self._rewrite(item, error)

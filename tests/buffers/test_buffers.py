@@ -87,6 +87,30 @@ def test_a_released_lease_and_a_closed_pool_are_refused():
         pool.lease(10)
 
 
+def test_after_an_interrupt_memory_comes_back_with_the_last_reference():
+    pool = BufferPool(4 * PAGE_BYTES)
+    owners = []
+
+    def use():
+        with pool.lease(PAGE_BYTES) as lease:
+            owners.append(lease)  # as a transfer in flight has it
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    gc.collect()
+    assert pool.num_free_bytes == 3 * PAGE_BYTES
+    other = pool.lease(3 * PAGE_BYTES)
+    with pytest.raises(PoolExhaustedError):
+        pool.lease(1)
+    owners.clear()
+    gc.collect()
+    assert pool.num_free_bytes == PAGE_BYTES
+    pool.lease(PAGE_BYTES).release()
+    other.release()
+    assert pool.lease(4 * PAGE_BYTES).nbytes == 4 * PAGE_BYTES
+
+
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_no_empty_pool(nbytes):
     with pytest.raises(ConfigError):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -241,3 +243,33 @@ def test_a_tagged_record_can_be_written_while_the_rest_is_out(tmp_path, kind):
         assert torch.equal(swapper.read("g", "exp_avg")[5:1005], value)
         swapper.untag_resident("g", "exp_avg")
         assert torch.equal(swapper.read("g", "exp_avg")[5:1005], value)
+
+
+@pytest.mark.parametrize("verb", ["sweep", "records"])
+def test_memory_of_an_interrupted_read_is_not_lent_again(tmp_path, kind, verb):
+    """Storage may still write to it: another record's bytes would be spoiled there."""
+    with open_swapper(tmp_path, kind) as opened:
+        swapper = opened.add("g", specs_of(N))
+        read, futures = opened.store.read, []
+
+        def interrupted(*args, **kwargs):
+            futures.append(read(*args, **kwargs))
+            raise KeyboardInterrupt
+
+        def use():
+            if verb == "sweep":
+                return list(swapper.swap_in("g").chunks())
+            return swapper.read("g", "exp_avg")
+
+        free_bytes = opened.pool.num_free_bytes
+        opened.store.read = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            use()
+        opened.store.read = read
+        gc.collect()
+        assert opened.pool.num_free_bytes < free_bytes
+        assert torch.equal(swapper.read("g", "exp_avg"), torch.zeros(N))
+        futures.pop().result()
+        gc.collect()
+        assert opened.pool.num_free_bytes == free_bytes
+        assert sum(chunk.numel for chunk in swapper.swap_in("g").chunks()) == N
