@@ -222,8 +222,12 @@ class RecordAccess(SwapperBase, abc.ABC):
     def _transfer(self, group: SubGroup, buffer: RecordBuffer, names: Iterable[str]) -> None:
         """Write records of a buffer to storage and seal them, blocking."""
         transaction = self._require_store().begin_write(group.key, self._generation)
-        transaction.write(buffer.pieces(names), owner=buffer).result()
-        transaction.seal(self._meta.get(group.key, b"")).result()
+        try:
+            transaction.write(buffer.pieces(names), owner=buffer).result()
+            transaction.seal(self._meta.get(group.key, b"")).result()
+        except BaseException:
+            transaction.abort()
+            raise
 
     def _read_pieces(
         self, group: SubGroup, buffer: RecordBuffer, names: Iterable[str] | None = None

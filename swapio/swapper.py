@@ -294,4 +294,8 @@ class PartitionedSwapper(RecordAccess):
                 if attempt:
                     self._fail(error)
                     raise
+            except BaseException:
+                if transaction is not None:
+                    transaction.abort()
+                raise
         self._stats.stall_seconds += time.perf_counter() - began

@@ -273,3 +273,41 @@ def test_memory_of_an_interrupted_read_is_not_lent_again(tmp_path, kind, verb):
         gc.collect()
         assert opened.pool.num_free_bytes == free_bytes
         assert sum(chunk.numel for chunk in swapper.swap_in("g").chunks()) == N
+
+
+@pytest.mark.parametrize("verb", ["write", "swap_out"])
+def test_what_an_interrupted_write_left_can_be_written_again(tmp_path, verb):
+    """The transaction stayed open, and every later write of the sub-group was refused."""
+    with open_swapper(tmp_path, "partitioned") as opened:
+        swapper = opened.add("g", specs_of(N))
+        begin_write = opened.store.begin_write
+
+        def interrupted(*args):
+            transaction = begin_write(*args)
+            write = transaction.write
+
+            def submit(*args, **kwargs):
+                write(*args, **kwargs)
+                raise KeyboardInterrupt
+
+            transaction.write = submit
+            return transaction
+
+        value = torch.arange(N, dtype=torch.float32)
+        if verb == "swap_out":
+            fill(swapper.swap_in("g"), 2.0)
+            value.fill_(2.0)
+
+        def use():
+            if verb == "write":
+                swapper.write("g", "exp_avg", value)
+            else:
+                swapper.swap_out("g")
+
+        opened.store.begin_write = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            use()
+        opened.store.begin_write = begin_write
+        use()
+        assert torch.equal(swapper.read("g", "exp_avg"), value)
+        assert swapper.read("g", "exp_avg_sq").unique().tolist() == [2.0 * (verb == "swap_out")]
