@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio import checksum
 from swapio.errors import SwapStateError
 from swapio.optim import kernels
 from swapio.optim.cuda_versions import Versions
@@ -374,7 +375,7 @@ class Masters:
             lo, hi = np.searchsorted(units.param, (index, index + 1))
             width = packed.bucket.dtype.itemsize
             starts = np.uint64(start) + (units.offset[lo:hi] * width).astype(np.uint64)
-            units.digest[lo:hi] = kernels.hash_spans(starts, units.numel[lo:hi] * width)
+            units.digest[lo:hi] = checksum.span_hashes(starts, units.numel[lo:hi] * width)
             units.known[lo:hi] = True
 
     # -- digests -----------------------------------------------------------------------------
@@ -427,10 +428,7 @@ def _cut_of(packed: PackedGroup, rows: Rows | UnitCut) -> UnitCut:
 
 
 def _hash(cut: UnitCut, param_address: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    hashes: npt.NDArray[np.uint64] = kernels.hash_spans(
-        cut.of_parameters(param_address), cut.model_nbytes
-    )
-    return hashes
+    return checksum.span_hashes(cut.of_parameters(param_address), cut.model_nbytes)
 
 
 def _changed(packed: PackedGroup, cut: UnitCut, step: StepContext) -> Rows:

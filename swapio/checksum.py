@@ -82,6 +82,18 @@ def block_spans(
     return np.concatenate(addresses), np.concatenate(lengths)
 
 
+def span_hashes(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64]) -> Hashes:
+    """Return the xxh3-64 (seed 0) of each span of memory, `uint64[n]`.
+
+    Args:
+        addresses: First byte of each span, `uint64[n]`.
+        nbytes: Length of each span in bytes, `int64[n]`.
+
+    The caller keeps the memory alive and unchanged meanwhile.
+    """
+    return _hash_spans(addresses, nbytes)
+
+
 def block_hashes(address: int, nbytes: int, block_bytes: int = BLOCK_BYTES) -> Hashes:
     """Return the xxh3-64 of each block of the memory at `address`, the last one possibly short."""
     return _hash_blocks([(address, nbytes)], block_bytes)

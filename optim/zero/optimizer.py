@@ -19,12 +19,13 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
+from swapio.checksum import span_hashes
 from swapio.config import SwapConfig
 from swapio.config_values import format_size
 from swapio.errors import ConfigError
-from swapio.optim import kernels
 from swapio.optim.adamw import AdamW
 from swapio.optim.base import SwapOptimizer
 from swapio.optim.checkpointing import Loaded
@@ -379,8 +380,8 @@ def _require_same_kind(comm: Comm, tensors: Sequence[torch.Tensor]) -> None:
 def _share_values(comm: Comm, tensors: Sequence[torch.Tensor]) -> None:
     """Give every rank the values of rank 0, where they differ."""
     host = [t for t in tensors if t.device.type == "cpu" and is_dense(t)]
-    nbytes = [t.nbytes for t in host]
-    hashes = kernels.hash_spans([t.data_ptr() for t in host], nbytes).tolist() if host else []
+    addresses = np.array([t.data_ptr() for t in host], np.uint64)
+    hashes = span_hashes(addresses, np.array([t.nbytes for t in host], np.int64)).tolist()
     other = [t for t in tensors if t.device.type != "cpu" or not is_dense(t)]
     theirs = comm.gather(hashes)
     differing = [t for at, t in enumerate(host) if len({entry[at] for entry in theirs}) > 1]

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swapio import _kernels, checksum
 from swapio.errors import SwapStateError
-from swapio.optim import Adam, AdamW
+from swapio.optim import Adam, AdamW, kernels
 
 SIZES = [1, 7, 4096, 262143, 262144, 262145, 600 * 600]
 SMALL = {"sub_group_numel": 1 << 19, "min_swap_bytes": 0, "host_memory": "24MiB"}
@@ -115,7 +116,15 @@ def test_parameters_without_gradient_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["separate", "split"])
-def test_a_foreign_change_of_a_parameter_becomes_the_new_master(tmp_path, form):
+@pytest.mark.parametrize("hashed", ["as built", "by the wheel"])
+def test_a_foreign_change_of_a_parameter_becomes_the_new_master(
+    tmp_path, form, hashed, monkeypatch
+):
+    """A build without xxhash.h took digests with a kernel that it does not have."""
+    if hashed == "by the wheel":
+        monkeypatch.setattr(checksum, "_hash_spans", checksum._hash_spans_in_python)
+        monkeypatch.delattr(_kernels, "hash_spans")
+        monkeypatch.setattr(kernels, "hash_spans", None)
     (param,) = parameters(torch.bfloat16, [600_000])
     opt = AdamW([param], lr=1e-3, swap={"path": tmp_path, "master": form, **MODES["pipelined"]})
     param.grad = torch.ones_like(param)

@@ -35,6 +35,13 @@ def test_ranges_are_cut_in_blocks_and_hashed_in_order(memory, monkeypatch, way):
     assert checksum.range_hashes(ranges).tolist() == wanted
     assert checksum.range_hashes([]).tolist() == []
     assert checksum.block_hashes(memory.ctypes.data, 0).tolist() == []
+    addresses = memory.ctypes.data + np.array(starts, np.uint64)
+    spans = checksum.span_hashes(addresses, np.array(LENGTHS, np.int64))
+    assert spans.tolist() == [
+        xxhash.xxh3_64_intdigest(memory[s : s + n].tobytes())
+        for s, n in zip(starts, LENGTHS, strict=True)
+    ]
+    assert checksum.span_hashes(addresses[:0], np.empty(0, np.int64)).tolist() == []
 
 
 def test_a_build_without_xxhash_takes_the_wheel(monkeypatch):
