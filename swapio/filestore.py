@@ -171,7 +171,10 @@ class FileStore(SwapStore):
         """Start to read blocks of the LIVE slot; see `SwapStore.read`."""
         sub_group = self._fenced(key)
         slot = sub_group.require_live()
-        transfer = self._shared.mover.read(sub_group, slot, pieces, owner)
+        settle = None
+        if sub_group.has_transaction and self._transactions[key].is_in_place:
+            settle = self._transactions[key].settle
+        transfer = self._shared.mover.read(sub_group, slot, pieces, owner, settle)
         self._shared.counters.add(bytes_read=transfer.nbytes, num_reads=1)
         return transfer
 

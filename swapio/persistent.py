@@ -4,6 +4,9 @@
 A device or a path to it may fail once and work the next time. The retry is down here because the
 memory of a write is given up by its user as soon as the write is over: nobody could do it later.
 
+The second try comes behind whatever was submitted meanwhile: nothing may be submitted to the same
+blocks while one is on its way, which `FileTransaction.write` and `FileStore.read` see to.
+
 Syncs are not for this: after a failed fsync the kernel may count pages as written that are not, and
 a second one would succeed for nothing.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 
 from swapio.aio import Engine, IOFuture, Request
@@ -39,10 +43,12 @@ class PersistentIO:
 
     def result(self, timeout: float | None = None) -> int:
         """Wait for the end; see `IOFuture.result`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             io = self._io
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                value = io.result(timeout)
+                value = io.result(left)
             except AioError as error:
                 if not self._submit_again(io, error):
                     raise

@@ -192,7 +192,8 @@ class WriteTransaction(abc.ABC):
     def write(self, pieces: Sequence[Piece], *, owner: object = None) -> TransferFuture:
         """Hash and start to write blocks; returns after queueing.
 
-        The memory must not change until the result is there; `owner` is kept alive until then.
+        Writes of the same blocks that are still on their way are waited for. The memory must not
+        change until the result is there; `owner` is kept alive until then.
         """
 
     @abc.abstractmethod
@@ -280,7 +281,8 @@ class SwapStore(abc.ABC):
     def read(self, key: str, pieces: Sequence[Piece], *, owner: object = None) -> TransferFuture:
         """Start to read blocks of the LIVE slot; returns after queueing.
 
-        Blocks that a transaction in place has written already are read as it wrote them.
+        Blocks that a transaction in place has written already are read as it wrote them; writes of
+        them that are still on their way are waited for.
 
         Args:
             key: The sub-group.

@@ -97,12 +97,27 @@ class FileTransaction(WriteTransaction):
     def write(self, pieces: Sequence[Piece], *, owner: object = None) -> TransferFuture:
         """Hash and start to write blocks; see `WriteTransaction.write`."""
         self._require_open()
-        transfer = self._shared.mover.write(self._sub_group, self._slot, pieces, owner)
+        transfer = self._shared.mover.write(self._sub_group, self._slot, pieces, owner, self.settle)
         for first, end in transfer.blocks:
             self._is_written[first:end] = True
         self._transfers.append(transfer)
         self._shared.counters.add(bytes_written=transfer.nbytes, num_writes=1)
         return transfer
+
+    def settle(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Wait for the writes of any of `blocks` that are on their way; their errors stay theirs.
+
+        The engine would order what overlaps, but not the second try of a write that fails.
+        """
+        if not any(self._is_written[first:end].any() for first, end in blocks):
+            return
+        for transfer in self._transfers:
+            if any(
+                first < its_end and its_first < end
+                for its_first, its_end in transfer.blocks
+                for first, end in blocks
+            ):
+                transfer.exception()
 
     def seal(self, meta: bytes = b"") -> TransferFuture:
         """Make the content LIVE; see `WriteTransaction.seal`.

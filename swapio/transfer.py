@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from swapio.store import Piece, StoreStats, TransferFuture
 from swapio.striping import RecordPlace
 
 _BlockRange = tuple[int, int]  # (first, end) among the sub-group's blocks
+_Settle = Callable[[Sequence[_BlockRange]], None]
 
 
 class Counters:
@@ -81,7 +82,7 @@ class ReadTransfer(TransferFuture):
 
 
 class WriteTransfer(TransferFuture):
-    """A write; its end, good or bad, is noted at the slot's blocks."""
+    """A write; its end, good or bad, is noted once at the slot's blocks."""
 
     def __init__(
         self, io: PersistentIO, slot: Slot, blocks: list[_BlockRange], nbytes: int
@@ -90,24 +91,35 @@ class WriteTransfer(TransferFuture):
         self.blocks = blocks
         self._io = io
         self._slot = slot
+        self._lock = threading.Lock()
+        self._is_noted = False  # a later write of these blocks has the last word
 
     def result(self, timeout: float | None = None) -> int:
         """Wait for the bytes to be written; see `TransferFuture.result`."""
-        bad = self._slot.bad
         try:
             _wait(self, self._io, timeout)
         except TimeoutError:
             raise
         except Exception as error:
-            self._slot.has_failed = True
-            for first, end in self.blocks:
-                bad.update(dict.fromkeys(range(first, end), error))
+            self._note(error)
             raise
-        if bad:
-            for first, end in self.blocks:
-                for block in range(first, end):
-                    bad.pop(block, None)
+        self._note(None)
         return self.nbytes
+
+    def _note(self, error: Exception | None) -> None:
+        with self._lock:
+            if self._is_noted:
+                return
+            self._is_noted = True
+            bad = self._slot.bad
+            if error is not None:
+                self._slot.has_failed = True
+                for first, end in self.blocks:
+                    bad.update(dict.fromkeys(range(first, end), error))
+            elif bad:
+                for first, end in self.blocks:
+                    for block in range(first, end):
+                        bad.pop(block, None)
 
     def done(self) -> bool:
         """Return whether the write is over."""
@@ -129,10 +141,16 @@ class Mover:
         self._counters = counters
 
     def read(
-        self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], owner: object
-    ) -> ReadTransfer:
-        """Start to read pieces of a slot; returns after queueing."""
+        self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], owner: object,
+        settle: _Settle | None = None,
+    ) -> ReadTransfer:  # fmt: skip
+        """Start to read pieces of a slot; returns after queueing.
+
+        `settle` is called with the blocks first, to wait for writes of them that are on their way.
+        """
         requests, blocks = _plan(sub_group, slot, pieces, OP_READ)
+        if settle is not None:
+            settle(blocks)
         if slot.bad:
             _raise_if_bad(sub_group, slot, blocks)
         spans = _Spans(self, sub_group, slot, pieces)
@@ -144,10 +162,13 @@ class Mover:
         return ReadTransfer(io, spans, expected, owner)
 
     def write(
-        self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], owner: object
-    ) -> WriteTransfer:
-        """Hash pieces and start to write them; returns after queueing."""
+        self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece], owner: object,
+        settle: _Settle | None = None,
+    ) -> WriteTransfer:  # fmt: skip
+        """Hash pieces and start to write them; returns after queueing. `settle` as in `read`."""
         requests, blocks = _plan(sub_group, slot, pieces, OP_WRITE)
+        if settle is not None:
+            settle(blocks)
         nbytes = sum(piece[2] for piece in pieces)
         if self.has_checksums:
             hashes = self.hash(pieces)

@@ -135,6 +135,35 @@ def test_a_fault_that_does_not_repeat_is_survived(make_store, failing, number, c
     assert all("Input/output error" in message for message in told)
 
 
+def test_a_second_try_does_not_come_after_a_later_write(make_store, failing):
+    store, _ = start(make_store, failing)
+    one, two = random_bytes(SIZE, 3), random_bytes(SIZE, 4)
+    transaction = store.begin_write("g", 2)
+    failing.arm(0, is_transient=True)
+    transaction.write([piece("x", one)], owner=one)
+    transaction.write([piece("x", two)], owner=two)
+    transaction.seal().result()
+    np.testing.assert_array_equal(read(store, "g", "x", SIZE), two)
+
+
+def test_a_read_of_blocks_on_their_way_waits_for_the_second_try(make_store, failing):
+    store, old = start(make_store, failing)
+    new = random_bytes(MIB, 3)
+    transaction = store.begin_write("g", 2)
+    assert transaction.is_in_place
+    failing.arm(0, is_transient=True)
+    transaction.write([piece("x", new)], owner=new)
+    np.testing.assert_array_equal(read(store, "g", "x", MIB), new)
+    failing.arm(0)
+    transaction.write([piece("x", old["x"][MIB:], MIB)], owner=old)
+    with pytest.raises(SwapStateError, match="must be written again"):
+        read(store, "g", "x", MIB, MIB)
+    failing.disarm()
+    transaction.write([piece("x", old["x"][MIB:], MIB)], owner=old)
+    np.testing.assert_array_equal(read(store, "g", "x", MIB, MIB), old["x"][MIB : 2 * MIB])
+    transaction.seal().result()
+
+
 def test_memory_is_held_until_the_second_try(make_store, failing):
     store, _ = start(make_store, failing)
     array = random_bytes(SIZE, 3)
