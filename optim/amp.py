@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState
 
+from swapio.errors import ConfigError
 from swapio.optim.base import SwapOptimizer
 
 
@@ -29,6 +30,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         RuntimeError: In the cases in which torch's raises it.
+        ConfigError: The optimizer was told `nonfinite="propagate"`.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -77,6 +79,8 @@ class GradScaler(torch.amp.GradScaler):
             known = None
         super().update(new_scale)
         self._known_scale = known
+        if known is None:  # what the device counts now is not known here
+            self._num_good_steps = None
 
     def get_scale(self) -> float:
         """The scale, without waiting for a device where its history is known on the host."""
@@ -87,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's."""
         super().load_state_dict(state_dict)
-        self._known_scale = None
+        self._known_scale = self._num_good_steps = None
 
     # What update() worked out on the host, as torch works it out on the device.
     _known_scale: float | None = None
@@ -113,6 +117,13 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")
         if isinstance(optimizer, SwapOptimizer):
             optimizer.set_loss_scale(self.get_scale())
+            if optimizer.nonfinite == "propagate":
+                optimizer.set_loss_scale(1.0)  # as before
+                raise ConfigError(
+                    "nonfinite='propagate' would step with the inf that a scale which is too large "
+                    "makes, and the scaler would never lower it; leave `nonfinite` out, or set it "
+                    "to 'skip' or 'raise'"
+                )
             this = weakref.ref(self)
             optimizer.expect_loss_scale(lambda: _scale_of(this()))
 

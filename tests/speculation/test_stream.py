@@ -288,6 +288,36 @@ def test_the_scaler_follows_torchs(early):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
 
 
+def test_the_scaler_divides_by_torchs_scale_whatever_is_between():
+    """A loaded state, a scale that is set, an update after another optimizer: no count is stale."""
+    param, other = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    sgd = torch.optim.SGD([other], lr=0.1)
+    with AdamW([param], gradients="stream") as opt:
+        for step in range(14):
+            scaler.scale(param.sum() + other.sum()).backward()
+            scaler.step(opt)
+            if step in (4, 8):
+                scaler.step(sgd)
+            scaler.update(2.0**9 if step == 10 else None)
+            if step == 1:
+                scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 0})
+            assert scaler.get_scale() == float(scaler._scale)
+            scaler.scale(param.sum()).backward()
+            assert opt.clip_grad_norm_(1e9) == 2.0 * scaler.get_scale()  # announced by step()
+            opt.zero_grad()
+
+
+def test_a_scaler_refuses_an_optimizer_that_would_step_with_inf():
+    param = torch.nn.Parameter(torch.zeros(4))
+    scaler = GradScaler("cpu")
+    with AdamW([param], gradients="stream", nonfinite="propagate") as opt:
+        scaler.scale(param.sum()).backward()
+        with pytest.raises(ConfigError, match="nonfinite='propagate'"):
+            scaler.step(opt)
+        assert opt.clip_grad_norm_(1e9) == 2.0 * scaler.get_scale()  # nothing is divided
+
+
 def test_the_scaler_serves_other_optimizers_as_torchs():
     param = torch.nn.Parameter(torch.ones(3))
     opt = torch.optim.SGD([param], lr=1.0)
