@@ -10,6 +10,7 @@ backward passes, reentrant checkpointing) is added in the accumulation dtype.
 Invariants:
 - a gradient is counted once: it is in swapio's memory or in `p.grad`, never in both;
 - whoever zeroes `p.grad`, or sets it to None, drops what was copied for it;
+- a sum that could not be completed is never stepped: it is dropped so, or the step raises;
 - hooks keep the optimizer alive no longer than anybody else does, and `close` removes them.
 """
 
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swapio.errors import ConfigError
+from swapio.errors import ConfigError, SwapStateError
 from swapio.optim import kernels
 from swapio.optim.gradients import GRADIENT_DTYPES, Gradients
 from swapio.optim.layout import ParameterInfo
@@ -154,6 +155,7 @@ class GradientStream:
         self._lock = threading.RLock()
         self._hooks: list[Any] = []
         self._kept: dict[int, torch.Tensor] = {}
+        self._incomplete: dict[int, BaseException] = {}
         self._num_arrived: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._codes: npt.NDArray[np.int8] = np.zeros(0, np.int8)
         self._address: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -192,8 +194,13 @@ class GradientStream:
                 arrived, grad.arrived = grad.arrived, None
                 if arrived is None:
                     return
-                self._accept(index, arrived)
+                try:
+                    self._accept(index, arrived)
+                except BaseException as error:  # nobody else has it
+                    self._incomplete[index] = error
+                    raise
             else:
+                self._incomplete.pop(index, None)
                 if self._num_arrived[index]:  # set to None, or replaced, since it was taken
                     self._drop(index)
                 self._accept(index, grad)
@@ -245,6 +252,7 @@ class GradientStream:
         self._copier.settle([index])
         self._copier.forget(index)
         self._kept.pop(index, None)
+        self._incomplete.pop(index, None)
         self._num_arrived[index] = 0
         self._address[index] = 0
         self._square_sums[index] = np.nan
@@ -263,12 +271,19 @@ class GradientStream:
 
         Raises:
             ConfigError: As `gradients.collect`.
+            SwapStateError: Adding to a gradient failed during backward, and nobody zeroed it since.
         """
         parameters = self._table.refresh()
         if self.kept is not None:
             self.kept.begin()
         for info in self._table.infos:
             (self._take_left if self._hooked else self._note_kept)(info)
+        for index, error in self._incomplete.items():
+            raise SwapStateError(
+                f"the gradient of {self._table.infos[index].name} is not whole: adding to it "
+                f"failed during backward ({error!r}). Nothing was stepped; zero the gradients and "
+                "go through backward again"
+            ) from error
         self._copier.settle(list(self._kept))
         return self._addressed(parameters, self._num_arrived > 0)
 
@@ -289,10 +304,11 @@ class GradientStream:
         index, param = info.index, info.param
         grad = param.grad
         if grad is None:
+            self._incomplete.pop(index, None)
             if self._num_arrived[index]:
                 with self._lock:
                     self._drop(index)
-        elif not isinstance(grad, StreamedGradient):
+        elif not isinstance(grad, StreamedGradient) or grad.arrived is not None:
             self.take_arrived(index, param)
         elif grad.was_zeroed:
             with self._lock:
@@ -370,6 +386,7 @@ class GradientStream:
             if self.kept is not None:
                 self.kept.release()
             self._kept.clear()
+            self._incomplete.clear()
             self._num_arrived[:] = 0
             self._address[:] = 0
             self._square_sums[:] = np.nan

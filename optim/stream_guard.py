@@ -5,8 +5,8 @@
 `torch.amp.GradScaler` finds nothing to unscale: training would go on unclipped, or scaled. So
 `p.grad` holds an object that has the gradient's shape and raises when anything reads it.
 
-Invariants: only autograd's own accumulation (`add_`) and zeroing reach the object without an
-error; it owns no memory of the gradient's size.
+Invariants: only accumulation (`add_` of a tensor of the same shape) and zeroing reach the object
+without an error, and neither is forgotten; it owns no memory of the gradient's size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class StreamedGradient(torch.Tensor):
     """Stands for a gradient that was copied away; see the module.
 
     Attributes:
-        arrived: The gradient of a further backward pass, until the hook takes it.
+        arrived: The gradient of a further backward pass, until the hook takes it, or what somebody
+            else added, until the step takes it.
         was_zeroed: Whether somebody zeroed the gradient since it was copied.
         whereabouts: Ends the sentence that begins with the gradient: where it is, and what to do.
     """
@@ -76,7 +77,7 @@ class StreamedGradient(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Take what autograd adds, note zeroing, and refuse everything else."""
-        if func is _ADD and isinstance(args[0], cls) and not isinstance(args[1], cls):
+        if func is _ADD and not kwargs and _is_gradient_of(args[0], args[1]):
             args[0].arrived = args[1]
             return args[0]
         if func in _ZERO:
@@ -84,6 +85,7 @@ class StreamedGradient(torch.Tensor):
             for one in zeroed:
                 if isinstance(one, cls):
                     one.was_zeroed = True
+                    one.arrived = None
                 else:
                     one.zero_()
             return args[0]
@@ -105,3 +107,14 @@ def _stand_ins(values: Iterable[Any]) -> Iterator[StreamedGradient]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _stand_ins(value)
+
+
+def _is_gradient_of(streamed: object, added: object) -> bool:
+    """Whether `added` is what autograd would add; one waits at most, so that none is lost."""
+    return (
+        isinstance(streamed, StreamedGradient)
+        and streamed.arrived is None
+        and isinstance(added, torch.Tensor)
+        and not isinstance(added, StreamedGradient)
+        and added.shape == streamed.shape
+    )

@@ -179,6 +179,54 @@ def test_p_grad_is_freed_and_reading_it_raises():
         assert all(p.grad is None for p in model.parameters())
 
 
+def test_what_somebody_adds_to_a_streamed_gradient_is_stepped():
+    """Such as noise: it is added as autograd adds, or refused, and never forgotten."""
+    results = []
+    for gradients in ("keep", "stream"):
+        param = torch.nn.Parameter(torch.zeros(64))
+        with AdamW([param], gradients=gradients) as opt:
+            param.sum().backward()
+            param.grad.add_(torch.full((64,), -3.0))
+            if gradients == "stream":
+                for refused in ({"alpha": 2}, {}):
+                    with pytest.raises(SwapStateError, match="streams away"):
+                        param.grad.add_(torch.ones(64), **refused)
+                with pytest.raises(SwapStateError, match="streams away"):
+                    param.grad.add_(1.0)
+            opt.step()
+            results.append(opt.state_of(param)["exp_avg"].clone())
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0], torch.full((64,), -0.2))
+
+
+def test_a_gradient_that_could_not_be_added_is_not_stepped(monkeypatch):
+    """What arrived first must not be taken for the sum: the step raises until it is zeroed."""
+    model = Net()
+    with adamw(model, gradients="stream") as opt:
+        memory = opt._source.stream._memory
+        model(batch(0)).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "place_sum", lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                model(batch(1)).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            with pytest.raises(SwapStateError, match="is not whole"):
+                opt.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        for set_to_none in (True, False):
+            opt.zero_grad(set_to_none)
+            model(batch(2)).backward()
+            opt.step()
+    other = Net()
+    with adamw(other) as opt:
+        for _ in range(2):
+            opt.zero_grad()
+            other(batch(2)).backward()
+            opt.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 def test_clip_grad_norm_of_the_optimizer_is_torchs():
     def foreign(model, _opt):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
