@@ -105,7 +105,8 @@ class ProvisionalSwapper(PipelinedSwapper):
                 item.in_use = False
                 if item.state is ItemState.WRITING:
                     self._forget_write(item)
-                if item.state is ItemState.DIRTY:
+                # An update that failed has changed a chunk without a word; a read has not ended.
+                if item.state is not ItemState.READING:
                     self._cache.drop(item)
             self._dirty[key].clear()
             transaction = self._open.pop(key, None)

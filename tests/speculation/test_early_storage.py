@@ -148,6 +148,38 @@ def test_an_exception_within_an_early_step_takes_it_back(tmp_path, monkeypatch):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("host_memory", ["26MiB", "28MiB"])
+def test_a_chunk_that_an_early_step_left_half_changed_is_read_again(
+    tmp_path, monkeypatch, host_memory
+):
+    original, broken = EarlyStepper._step_chunk, []
+
+    def step_chunk(self, early, *args):
+        done = original(self, early, *args)
+        if broken and not early.is_resident and not broken.pop():
+            raise ArithmeticError("broken on purpose, after the bytes were changed")
+        return done
+
+    monkeypatch.setattr(EarlyStepper, "_step_chunk", step_chunk)
+    results = []
+    for speculate in (False, "always"):
+        where = tmp_path / str(speculate)
+        opt, params, generator = open_large(speculate, where, host_memory=host_memory)
+        with opt:
+            for step in range(3):
+                # The second chunk of the first sub-group that is stepped.
+                broken[:] = [False, True] if step == 1 and speculate else []
+                go_back(params, generator)
+                wait(opt)
+                if step == 1 and speculate:
+                    with pytest.raises(ArithmeticError, match="on purpose"):
+                        opt.step()
+                opt.step()
+            results.append([p.detach().clone() for p in params])
+            results[-1] += [value for p in params for value in opt.state_of(p).values()]
+    assert all(map(torch.equal, *results))
+
+
 def test_close_and_looking_in_mid_flight(tmp_path):
     run = Run("always", swap={"path": tmp_path, **STORED})
     for step in range(2):
