@@ -16,8 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -30,14 +30,12 @@ from swapio.optim.cuda_weights import DeviceWeights
 from swapio.optim.layout import MUON_RULE, Layout, PackedGroup
 from swapio.optim.speculation_stats import SpeculationStats
 from swapio.optim.speculation_steps import EarlyOwner, EarlyStep, EarlyStepper
+from swapio.optim.speculation_switching import QUICK_SWITCHES
 from swapio.optim.stream_ranges import profiled
 from swapio.optim.stream_source import GradientSource
 
 # A larger sum of squares may overflow in the second moment, which could not be told from inf.
 _SQUARE_SUM_MAX = 3e38
-
-# For how long another thread may keep the interpreter while backward runs.
-_SWITCH_SECONDS = 2e-4
 
 
 class Speculation:
@@ -83,7 +81,7 @@ class Speculation:
         self._partial = 0.0
         self._counted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._order: list[str] = []
-        self._interval: float | None = None
+        self._end_quick_switches: weakref.finalize[[], Speculation] | None = None
         self.is_on = True
         self.stats = SpeculationStats()
 
@@ -92,7 +90,7 @@ class Speculation:
     def arrived(self, index: int, count: int) -> None:
         """Parameter `index` got its `count`-th gradient of this step. Called by hooks."""
         with self._lock:
-            if self._context is None:
+            if self._context is None and self.is_on:
                 self._begin()
             if not self._is_active:
                 return
@@ -117,11 +115,13 @@ class Speculation:
             for key in self._keys(index):
                 self._spoiled.add(key)
                 future = self._futures.pop(key, None)
-                if future is not None and not future.cancel():
-                    early = future.result()
-                    if early is not None:
-                        self._stepper.drop(early)
-                        self.stats.num_undone += 1
+                if future is None or future.cancel():
+                    continue
+                if future.exception() is not None:  # step() raises it, not backward
+                    self._futures[key] = future
+                elif (early := future.result()) is not None:
+                    self._stepper.drop(early)
+                    self.stats.num_undone += 1
 
     def _begin(self) -> None:
         """The first gradient of a step: assume what the step will be."""
@@ -133,9 +133,7 @@ class Speculation:
             self._params_of.clear()
         self._context = self._owner.assumed_step(self._source.expected_unscale)
         self._context.threads = self._threads
-        self._is_active = self.is_on
-        if not self._is_active:
-            return
+        self._is_active = True
         self._partial = 0.0
         self._counted = np.zeros(num_params, np.bool_)
         self._order.clear()
@@ -145,15 +143,14 @@ class Speculation:
                 self._left[key] = int(np.count_nonzero(expected))
         if self._weights is not None:
             self._weights.begin()
-        # The worker needs the interpreter only for moments, but between two calls of kernels:
-        # whoever runs backward in Python would keep it waiting for 5 ms each time.
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._interval, _SWITCH_SECONDS))
+        QUICK_SWITCHES.begin()
+        self._end_quick_switches = weakref.finalize(self, QUICK_SWITCHES.end)
+        self._end_quick_switches.atexit = False
 
     def _restore_interval(self) -> None:
-        if self._interval is not None:
-            sys.setswitchinterval(self._interval)
-            self._interval = None
+        if self._end_quick_switches is not None:
+            self._end_quick_switches()
+            self._end_quick_switches = None
 
     def _keys(self, index: int) -> list[str]:
         if index not in self._keys_of:
@@ -227,8 +224,8 @@ class Speculation:
         with self._lock:
             futures, self._futures = self._futures, {}
             stream = self._source.stream
-            if stream is not None and self._context is not None:
-                self._expected = np.maximum(stream.arrived, 0).astype(np.int32)
+            if stream is not None and stream.arrived.any():
+                self._expected = stream.arrived.copy()
             self._restore_interval()
             self._context = None
             self._is_active = False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 
@@ -257,6 +258,46 @@ def test_an_exception_in_an_early_step_surfaces_in_step(monkeypatch):
     plain.opt.close()
     for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_the_error_of_an_early_step_that_is_dropped_surfaces_in_step(monkeypatch):
+    """Not in backward, which would lose the gradient that came after it."""
+    runs = []
+    for speculate in (False, "always"):
+        run = Run(speculate)
+        for micro in range(2):
+            if micro:
+                wait(run.opt)
+            with monkeypatch.context() as patch:
+                patch.setattr(EarlyStepper, "take", lambda *_: 1 // 0)
+                run.model(batch(micro)).backward()
+                wait(run.opt)
+        if speculate:
+            with pytest.raises(ZeroDivisionError):
+                run.opt.step()
+        run.opt.step()
+        run.opt.close()
+        runs.append([p.detach().clone() for p in run.model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (1, 0)])
+def test_the_switch_interval_is_as_before_when_all_have_stepped(ends):
+    """Two optimizers, as of a generator and its critic, whose backward passes overlap."""
+    usual = sys.getswitchinterval()
+    runs = [Run("always") for _ in range(2)]
+    for run in runs:
+        run.model(batch(0)).backward()
+        assert sys.getswitchinterval() < usual
+    for left, at in zip((1, 0), ends, strict=True):
+        runs[at].opt.step()
+        assert (sys.getswitchinterval() < usual) == bool(left)
+    run = Run("always")
+    run.model(batch(0)).backward()
+    run.opt.close()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+    for run in runs:
+        run.opt.close()
 
 
 def test_close_in_mid_flight_leaves_no_thread_and_no_hook():
