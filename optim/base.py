@@ -109,6 +109,7 @@ class SwapOptimizer(EarlySteps):
         try:
             self._open_ways()
         except BaseException:
+            self._close_ways()
             self._runtime.close()
             raise
         self.state = StateMapping(self)  # type: ignore[assignment]

@@ -18,16 +18,23 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio.align import PAGE_BYTES, round_up
+from swapio.buffers import BufferPool
 from swapio.optim.stream import HostCopier
 
 PIECE_BYTES = 16 << 20
+
+
+def norm_bytes(num_params: int) -> int:
+    """Bytes of page-locked memory for the sums of squares of so many parameters."""
+    return round_up(max(1, num_params) * torch.float64.itemsize, PAGE_BYTES)
 
 
 def pieces(numel: int, item_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[slice]:
@@ -104,24 +111,47 @@ class DeviceCopier(HostCopier):
 
     Args:
         device: The CUDA device; gradients on the CPU are copied at once.
-        num_params: Upper bound of parameter indices; `grow` raises it.
-        scalars: Page-locked float64 memory, one element for each parameter.
+        open_pool: Opens a pool of so many bytes, page-locked; for the sums of squares.
         cuda: As in CopyQueue.
     """
 
-    def __init__(self, device: torch.device, scalars: torch.Tensor, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, device: torch.device, open_pool: Callable[[int], BufferPool], cuda: Any = torch.cuda
+    ) -> None:
         self._cuda = cuda
         self._device = device
         self._queue = CopyQueue(device, cuda)
         self._up = CopyQueue(device, cuda, whole=True)
         self._sums = cuda.Stream(device=device)
-        self._host_norms = scalars
-        self._norms = torch.zeros(len(scalars), dtype=torch.float64, device=device)
-        self._norm_view = scalars.numpy()
-        self._norms_known = np.zeros(len(scalars), np.bool_)
+        self._open_pool = open_pool
+        self._pool: BufferPool | None = None
+        self._host_norms = torch.zeros(0, dtype=torch.float64)
+        self._norms = torch.zeros(0, dtype=torch.float64, device=device)
+        self._norms_known: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         # In the order in which they were queued: who has waited for one need not for those before.
         self._events: dict[int, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
+
+    def reserve(self, num_params: int) -> None:
+        """Make room for the sums of so many parameters; blocks on sums under way if it must."""
+        known = len(self._norms_known)
+        if num_params <= known:
+            return
+        self._sums.synchronize()
+        pool = self._open_pool(norm_bytes(num_params))
+        count = pool.nbytes // torch.float64.itemsize
+        host = pool.lease(pool.nbytes).tensor(torch.float64, count)
+        host[:known] = self._host_norms
+        self._norms = torch.zeros(count, dtype=torch.float64, device=self._device)
+        self._host_norms = host
+        self._norms_known = np.pad(self._norms_known, (0, count - known))
+        self._close_pool()
+        self._pool = pool
+
+    def _close_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close(force=True)
+            self._pool = None
 
     @property
     def num_pieces(self) -> int:
@@ -227,7 +257,8 @@ class DeviceCopier(HostCopier):
 
     def square_sums(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The sums of squares of settled gradients, in float64; nan for others."""
-        return np.where(self._norms_known[indices], self._norm_view[indices] ** 2, np.nan)
+        norms = self._host_norms.numpy()[indices]
+        return np.where(self._norms_known[indices], norms**2, np.nan)
 
     def forget(self, index: int) -> None:
         """The sum is void."""
@@ -239,6 +270,7 @@ class DeviceCopier(HostCopier):
         self._up.synchronize()
         self._sums.synchronize()
         self._events.clear()
+        self._close_pool()
 
     def _is_mine(self, source: torch.Tensor) -> bool:
         return source.device == self._device

@@ -47,6 +47,16 @@ class KeptGradients:
         self._sources: dict[int, torch.Tensor] = {}
         self._fetched: dict[str, tuple[Lease, dict[int, int], Any]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return self._pool.nbytes
+
+    def grow(self, pool: BufferPool) -> None:
+        """Use a larger pool from now on; what was fetched is void. Blocks on copies under way."""
+        self.close()
+        self._pool = pool
+
     def begin(self) -> None:
         """New gradients: what was fetched is void. Later copies wait for the device's work."""
         self.release()

@@ -206,6 +206,16 @@ class DeviceWeights:
         self._down = CopyQueue(device, cuda)
         self._runs = RunCache()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging."""
+        return self._ring.nbytes
+
+    def grow(self, pool: BufferPool) -> None:
+        """Use larger staging from now on. Blocks on copies under way."""
+        self._ring.close()
+        self._ring = WeightRing(pool)
+
     def begin(self) -> None:
         """Let the step's copies wait for what the device was told so far; does not block."""
         ready = self._cuda.Event()

@@ -120,7 +120,8 @@ def image_bytes(packed: PackedGroup, state_bytes: int) -> int:
 class DeviceImages:
     """New weights on a device, waiting there until they may be the parameters.
 
-    Memory: as much as the parameters that can be stepped early, reserved at construction.
+    Memory: as much as the parameters that can be stepped early, reserved at construction; what is
+    added to the optimizer later has none.
 
     Args:
         groups: The sub-groups on the device.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,13 +18,14 @@ from swapio.optim.context import StepContext
 from swapio.optim.cuda_weights import DeviceWeights
 from swapio.optim.durable import Durable
 from swapio.optim.gradients import Gradients
-from swapio.optim.layout import MUON_RULE, MasterForm, PackedGroup
+from swapio.optim.layout import MUON_RULE, MasterForm, PackedGroup, ParameterInfo
 from swapio.optim.speculation import Speculation
 from swapio.optim.speculation_images import DeviceImages, Images, image_bytes
 from swapio.optim.speculation_policy import Policy
 from swapio.optim.speculation_steps import EarlyStep, EarlyStepper
 from swapio.optim.stream_open import (
     device_of,
+    grow_ways,
     on_device,
     open_stream,
     open_weights,
@@ -119,14 +120,15 @@ class EarlySteps(Durable):
         """Open the ways of gradients to the kernels, and of weights back to a device."""
         layout, config = self._layout, self.config
         streamed = self.gradients == "stream"
+        is_sharded = self._ranks.shards is not None
+        if is_sharded and (streamed or self.speculate):
+            raise ConfigError(
+                "gradients='stream' and speculate= are for one process: gradients that are "
+                "averaged over ranks are not final when they arrive. Stage 2 of ZeroOptimizer "
+                "frees p.grad during backward"
+            )
         self._weights = open_weights(layout, config)
-        if self._ranks.shards is not None:
-            if streamed or self.speculate:
-                raise ConfigError(
-                    "gradients='stream' and speculate= are for one process: gradients that are "
-                    "averaged over ranks are not final when they arrive. Stage 2 of ZeroOptimizer "
-                    "frees p.grad during backward"
-                )
+        if is_sharded:
             return
         self._source.stream = open_stream(
             layout, self._table, config, lambda: self.swapper, streamed=streamed
@@ -157,9 +159,25 @@ class EarlySteps(Durable):
             self._early.forget_memory()
         super()._reopen(resume=resume)
 
+    def _enlarge(self, infos: Sequence[ParameterInfo]) -> None:
+        if infos and self._ready:
+            self._check_devices(infos)
+            if self._early is not None:
+                self._early.retreat()
+        super()._enlarge(infos)
+
+    def _check_devices(self, infos: Sequence[ParameterInfo]) -> None:
+        """Refuse to add parameters on a device that there is no way to."""
+        known = {info.bucket.device for info in self._layout.infos}
+        for info in infos:
+            if info.bucket.device not in {"cpu", *known}:
+                raise ConfigError(
+                    f"parameter {info.name} lies on {info.bucket.device}, where none did when the "
+                    "optimizer was made; make one optimizer for each device"
+                )
+
     def _follow_table(self) -> None:
-        if self._source.stream is not None:
-            self._source.stream.attach()
+        grow_ways(self._layout, self.config, self._source.stream, self._weights)
 
     def _close_ways(self) -> None:
         if self._early is not None:

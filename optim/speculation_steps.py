@@ -107,6 +107,8 @@ class EarlyStepper:
         swapper = self._owner.swapper
         is_resident = swapper.state(packed.key) is SubGroupState.RESIDENT
         on_host = packed.bucket.device == "cpu"
+        if not on_host and (self._on_device is None or packed not in self._on_device):
+            return None  # it was added after construction
         nbytes = packed.numel * packed.bucket.dtype.itemsize if on_host else 0
         image = self._images.take(swapper.home(packed.key) if is_resident else None, nbytes)
         if image is None:

@@ -45,6 +45,9 @@ _CODES = {dtype: code for code, dtype in enumerate(GRADIENT_DTYPES)}
 class Copier(Protocol):
     """Who moves gradients to the host; `HostCopier`, or the one of a device."""
 
+    def reserve(self, num_params: int) -> None:
+        """Be ready for parameters with indices below `num_params`."""
+
     def fetch(self, index: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start to copy a gradient (1-D) to the host; `target` is 1-D there."""
 
@@ -78,6 +81,9 @@ class Copier(Protocol):
 
 class HostCopier:
     """Gradients that are on the host already: a copy is complete when it returns."""
+
+    def reserve(self, num_params: int) -> None:
+        """Nothing is kept for a parameter."""
 
     def fetch(self, index: int, source: torch.Tensor, target: torch.Tensor) -> None:  # noqa: ARG002
         """Copy a gradient."""
@@ -169,6 +175,7 @@ class GradientStream:
         infos = self._table.infos[first:]
         if self.fragments is None:
             self._memory.add(infos if self._hooked else ())
+        self._copier.reserve(len(self._table.infos))
         more = len(infos)
         self._num_arrived = np.concatenate([self._num_arrived, np.zeros(more, np.int32)])
         self._codes = np.concatenate([self._codes, np.zeros(more, np.int8)])

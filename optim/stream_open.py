@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swapio.align import PAGE_BYTES, round_up
+from swapio.align import PAGE_BYTES
 from swapio.buffers import BufferPool
 from swapio.config import SwapConfig
 from swapio.errors import ConfigError
-from swapio.optim.cuda_copies import DeviceCopier
+from swapio.optim.cuda_copies import DeviceCopier, norm_bytes
 from swapio.optim.cuda_gradients import KeptGradients, kept_bytes
 from swapio.optim.cuda_weights import DeviceWeights, ring_bytes
 from swapio.optim.layout import Layout, PackedGroup, ParameterInfo
@@ -26,9 +26,6 @@ from swapio.optim.stream import Copier, GradientStream, HostCopier
 from swapio.optim.stream_fragments import SwappedFragments, resident_fragment_bytes
 from swapio.optim.stream_memory import GradientMemory, streamed_bytes
 from swapio.swapper import PartitionedSwapper
-
-# Sums of squares of this many parameters more than there are at construction have their place.
-_SPARE_PARAMS = 4096
 
 
 def accumulation_dtype(config: SwapConfig) -> torch.dtype:
@@ -53,7 +50,7 @@ def device_of(infos: Sequence[ParameterInfo]) -> torch.device | None:
 def stream_bytes(layout: Layout, config: SwapConfig, *, streamed: bool) -> int:
     """RAM for the gradients and weights that are on their way, of all parameters in a layout."""
     groups = on_device(layout)
-    ring = ring_bytes(groups)
+    ring = ring_bytes(groups) + (norm_bytes(len(layout.infos)) if groups else 0)
     if not streamed:
         return ring + kept_bytes(groups)
     if not config.swap_gradients:
@@ -96,15 +93,16 @@ def open_stream(
         fragments = SwappedFragments(layout, swapper, accumulation_dtype(config))
     copier: Copier = HostCopier()
     if device is not None:
-        count = len(layout.infos) + _SPARE_PARAMS
-        pool = page_locked(config, round_up(8 * count, PAGE_BYTES), "norms", pin=True)
-        scalars = pool.lease(8 * count).tensor(torch.float64, count)
-        copier = DeviceCopier(device, scalars)
+        copier = DeviceCopier(device, open_pool)
     kept = None
     if device is not None and not streamed:
         kept = KeptGradients(device, open_pool(max(PAGE_BYTES, kept_bytes(on_device(layout)))))
     stream = GradientStream(table, memory, copier, fragments, kept=kept)
-    stream.attach()
+    try:
+        stream.attach()
+    except BaseException:
+        stream.close()
+        raise
     return stream
 
 
@@ -116,6 +114,23 @@ def open_weights(layout: Layout, config: SwapConfig) -> DeviceWeights | None:
     groups = on_device(layout)
     pool = page_locked(config, max(PAGE_BYTES, ring_bytes(groups)), "weights", pin=True)
     return DeviceWeights(device, layout.infos, pool)
+
+
+def grow_ways(
+    layout: Layout,
+    config: SwapConfig,
+    stream: GradientStream | None,
+    weights: DeviceWeights | None,
+) -> None:
+    """Make room on the ways for parameters that were added to a layout; no step is under way."""
+    groups = on_device(layout)
+    if weights is not None and weights.nbytes < (nbytes := ring_bytes(groups)):
+        weights.grow(page_locked(config, nbytes, "weights", pin=True))
+    if stream is None:
+        return
+    if stream.kept is not None and stream.kept.nbytes < (nbytes := kept_bytes(groups)):
+        stream.kept.grow(page_locked(config, nbytes, "gradients", pin=True))
+    stream.attach()
 
 
 def page_locked(config: SwapConfig, nbytes: int, name: str, *, pin: bool) -> BufferPool:

@@ -12,7 +12,7 @@ import torch
 from support.early import wait
 from support.fake_cuda import FakeCuda
 from swapio.buffers import BufferPool
-from swapio.errors import PoolExhaustedError, SwapStateError
+from swapio.errors import ConfigError, PoolExhaustedError, SwapStateError
 from swapio.optim import AdamW, speculation_owner, stream_open
 from swapio.optim.cuda_copies import PIECE_BYTES, CopyQueue, DeviceCopier, pieces
 from swapio.optim.cuda_weights import Run, WeightRing, runs, virtual_addresses
@@ -52,7 +52,8 @@ def test_each_piece_waits_for_the_one_before_on_the_other_stream():
 
 def test_a_copier_waits_for_the_gradient_and_knows_its_square_sum():
     cuda = FakeCuda()
-    copier = DeviceCopier(CPU, torch.zeros(4, dtype=torch.float64), cuda)
+    copier = DeviceCopier(CPU, lambda nbytes: BufferPool(nbytes, pin=False), cuda)
+    copier.reserve(4)
     source = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
     target = torch.zeros(2, dtype=torch.bfloat16)
     cuda.log.clear()
@@ -64,6 +65,8 @@ def test_a_copier_waits_for_the_gradient_and_knows_its_square_sum():
     chosen = np.array([1])
     assert np.isnan(copier.square_sums(chosen)[0])
     copier.settle([1])
+    assert copier.square_sums(chosen)[0] == 25.0
+    copier.reserve(5000)  # what is known of the others is kept
     assert copier.square_sums(chosen)[0] == 25.0
     copier.forget(1)
     assert np.isnan(copier.square_sums(chosen)[0])
@@ -201,6 +204,46 @@ def test_split_masters_are_joined_with_what_comes_down(on_fake_device, tmp_path,
             del kept
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("how", [{}, {"gradients": "stream"}, {"speculate": "always"}])
+def test_parameters_added_later_have_a_way_too(on_fake_device, how):
+    """More of them than the norms had room for, and a sub-group larger than the staging was."""
+    results = []
+    for number in range(2):
+        if number:
+            on_fake_device.undo()
+        generator = torch.Generator().manual_seed(0)
+        first = torch.nn.Parameter(torch.randn(500, generator=generator).bfloat16())
+        sizes = [400_000, *range(1, 1200)]
+        more = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in sizes]
+        with AdamW(
+            [first], lr=1e-2, swap={"master": "separate"}, **(how if not number else {})
+        ) as opt:
+            for step in range(4):
+                if step == 1:
+                    opt.add_param_group({"params": more})
+                factors = [torch.randn(p.shape, generator=generator).bfloat16() for p in more]
+                loss = (first * first.detach()).sum()
+                if step:
+                    loss = loss + sum((p * f).sum() for p, f in zip(more, factors, strict=True))
+                loss.backward()
+                wait(opt)
+                opt.step()
+                opt.zero_grad()
+            results.append([p.detach().clone() for p in [first, *more]])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_device_that_is_new_to_an_optimizer_is_refused(request):
+    first, more = (torch.nn.Parameter(torch.zeros(50, dtype=torch.bfloat16)) for _ in range(2))
+    with AdamW([first], swap={"master": "separate"}) as opt:
+        request.getfixturevalue("on_fake_device")
+        with pytest.raises(ConfigError, match="make one optimizer for each device"):
+            opt.add_param_group({"params": [more]})
+        first.sum().backward()
+        opt.step()
 
 
 def one_step(opt, param, generator):
