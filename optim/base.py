@@ -344,9 +344,17 @@ class SwapOptimizer(EarlySteps):
         return describe(self._runtime, self._layout)
 
     def synchronize(self) -> None:
-        """Block until every write of state that was started is complete; raise its error."""
+        """Block until every write of state that was started is complete; raise its error.
+
+        Raises:
+            AioError: A write, or a commit, failed; the optimizer is FAILED from then on.
+        """
         self._check_open()
-        self._runtime.swapper.drain()
+        try:
+            self._runtime.swapper.drain()
+        except (SwapioError, OSError) as error:
+            self._runtime.swapper.fail(error)
+            raise
 
     def close(self) -> None:
         """Wait for transfers, give up memory and files. Parameters stay usable. Idempotent."""

@@ -104,17 +104,11 @@ class Durable(Saving):
     # -- commits -----------------------------------------------------------------------------
 
     def _commit_step(self) -> None:
-        """Start to commit the step just taken; does not wait for storage.
-
-        Raises:
-            AioError: The commit of an earlier step failed.
-        """
+        """Start to commit the step just taken; does not wait for storage."""
         swapper = self._runtime.swapper
         if not self.is_committing:
             swapper.commit(self._num_steps)
             return
-        if self._common.is_alone:
-            self._pass_whole_commits()
         handle = swapper.commit(self._num_steps, self.commit_payload, **self._scalars())
         self._commits.append(_Started(self._common.number, handle))
         self._steps[self._common.number] = self._num_steps
@@ -126,7 +120,9 @@ class Durable(Saving):
             self._newest = self._commits.popleft().number
 
     def _agree_on_commits(self, *, completely: bool = False) -> None:
-        """Let slots go that no rank's recovery needs any more; collective, at each step's start.
+        """Notice commits that failed, and let slots go that no rank's recovery needs any more.
+
+        Collective, at each step's start, before anything is changed.
 
         Args:
             completely: Wait until every commit is whole on every rank.
@@ -134,7 +130,14 @@ class Durable(Saving):
         Raises:
             AioError, CheckpointError: A commit failed, here or on another rank.
         """
-        if self._common.is_alone or not self.is_committing:
+        if not self.is_committing:
+            return
+        if self._common.is_alone:
+            try:
+                self._pass_whole_commits()
+            except (SwapioError, OSError) as error:
+                self._runtime.swapper.fail(error)
+                raise
             return
         reports = self._agreement.gather(self._commit_report())
         self._confirm_commits(reports, completely=completely)

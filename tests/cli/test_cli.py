@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,16 @@ def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m swapio info --path {tmp_path} | true"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
+    """Also when all that is written fits in the buffer that is flushed at the end."""
+    command = [sys.executable, "-m", "swapio", "info", "--path", str(tmp_path)]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    finally:
+        os.close(write)
     assert done.stderr == ""
+    assert done.returncode == 141
 
 
 def test_info_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

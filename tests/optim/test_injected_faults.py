@@ -119,7 +119,7 @@ def check_failed(opt, params, before):
 
 @pytest.mark.parametrize("durability", ["checkpoint", "step"])
 def test_an_error_on_each_transfer_is_raised_or_survived(tmp_path, mode, faults, durability):
-    """A read error ends the step; a write error that does not repeat is survived to the bit."""
+    """A read error ends the step, a failed commit too; another write is done anew, to the bit."""
     more = {"durability": durability, "host_memory": "10MiB" if durability == "step" else "7MiB"}
     operations = count_transfers(tmp_path, mode, faults, **more)
     whole = resident_after(3)
@@ -144,7 +144,8 @@ def test_an_error_on_each_transfer_is_raised_or_survived(tmp_path, mode, faults,
                 train(opt, params, 1, first=4)
         opt.close()
     assert outcomes["raised"]
-    assert outcomes["survived"]
+    # Pipelined, a commit is on its way when its writes fail: it fails too, and no step follows.
+    assert bool(outcomes["survived"]) == ((mode, durability) != ("pipelined", "step"))
 
 
 def test_a_write_error_that_repeats_is_raised_and_nothing_is_read_back(tmp_path, mode, faults):

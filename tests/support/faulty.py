@@ -97,6 +97,7 @@ class FaultyFuture(TransferFuture):
         self._faults = faults
         self._error = error
         self._is_waited = False
+        self.is_seen = False
 
     def result(self, timeout: float | None = None) -> int:
         if not self._is_waited:
@@ -104,6 +105,7 @@ class FaultyFuture(TransferFuture):
             self._is_waited = True
         value = self._inner.result(timeout)
         self.wait_seconds = self._inner.wait_seconds
+        self.is_seen = True
         if self._error is not None:
             raise self._error
         return value
@@ -138,7 +140,9 @@ class FaultyTransaction(WriteTransaction):
     def seal(self, meta: bytes = b"") -> TransferFuture:
         faults = self._store.faults
         error = self._error or faults.error("pwrite", f"{self.key}.table", 4096)
+        self._store.failed_seals.pop(self.key, None)
         if error is not None:
+            self._store.failed_seals[self.key] = error
             # As a real failure: another slot's old content stays; in place the rest was written.
             if self._error is not None and self.is_in_place:
                 return FaultyFuture(self._inner.seal(meta), faults, error)
@@ -169,6 +173,8 @@ class FaultyStore(SwapStore):
     def __init__(self, inner: SwapStore, seed: int, **probabilities: float) -> None:
         self.inner = inner
         self.faults = Faults(seed, **probabilities)
+        self.failed_seals: dict[str, AioError] = {}  # by sub-group; no commit goes past one
+        self.failed_commits: list[FaultyFuture] = []
 
     def tear(self, key: str, record: str, start: int, nbytes: int) -> None:
         """Zero the last half of the last block that was written, as if it never landed."""
@@ -195,6 +201,9 @@ class FaultyStore(SwapStore):
     def commit(
         self, step: int, payload: bytes = b"", scalars: Mapping[str, Any] | None = None
     ) -> TransferFuture:
+        for error in self.failed_seals.values():
+            self.failed_commits.append(FaultyFuture(_Nothing(), self.faults, error))
+            return self.failed_commits[-1]
         return FaultyFuture(self.inner.commit(step, payload, scalars), self.faults, None)
 
     def add(self, key: str, records: Sequence[RecordLayout], meta_bytes: int = 0) -> None:
@@ -223,6 +232,9 @@ class FaultyStore(SwapStore):
 
     def drain(self) -> None:
         self.inner.drain()
+        for future in self.failed_commits:
+            if not future.is_seen:
+                future.result()
 
     def close(self, *, remove: bool | None = None) -> None:
         self.inner.close(remove=remove)
