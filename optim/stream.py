@@ -27,13 +27,14 @@ import numpy.typing as npt
 import torch
 
 from swapio.errors import ConfigError, SwapStateError
+from swapio.gradients import add_into
 from swapio.optim import kernels
 from swapio.optim.gradients import GRADIENT_DTYPES, Gradients
 from swapio.optim.layout import ParameterInfo
 from swapio.optim.parameters import ParameterTable
 from swapio.optim.stream_fragments import SwappedFragments
 from swapio.optim.stream_guard import StreamedGradient
-from swapio.optim.stream_memory import GradientMemory, add_into, in_memory_order
+from swapio.optim.stream_memory import GradientMemory, in_memory_order
 from swapio.optim.stream_ranges import profiled
 
 if TYPE_CHECKING:
@@ -175,6 +176,8 @@ class GradientStream:
         infos = self._table.infos[first:]
         if self.fragments is None:
             self._memory.add(infos if self._hooked else ())
+        else:
+            self.fragments.reserve()
         self._copier.reserve(len(self._table.infos))
         more = len(infos)
         self._num_arrived = np.concatenate([self._num_arrived, np.zeros(more, np.int32)])

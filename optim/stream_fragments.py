@@ -5,56 +5,95 @@ Under `swap_gradients=True` the fragments of a parameter are handed to `put_grad
 least `min_swap_bytes` go to storage, the others stay in RAM with their sub-group, until its update
 has consumed them.
 
-Invariant: the sum of squares is that of what was put last, so nothing is read back for the norm.
+Invariants:
+- the sum of squares is that of what was put last, so nothing is read back for the norm;
+- memory for all fragments is taken when their parameters are registered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from swapio.buffers import BufferPool
+from swapio.gradients import FragmentSize, reserved_bytes
 from swapio.optim import kernels
 from swapio.optim.gradients import Gradients
-from swapio.optim.layout import Layout, PackedGroup, Span
+from swapio.optim.layout import Layout, PackedGroup
 from swapio.optim.stream_memory import sum_dtype
 from swapio.swapper import PartitionedSwapper
 
 
+def fragment_sizes(
+    groups: Iterable[PackedGroup], accumulation: torch.dtype
+) -> dict[str, dict[str, FragmentSize]]:
+    """How large the fragments of some sub-groups are, if gradients have their parameters' dtype."""
+    found: dict[str, dict[str, FragmentSize]] = {}
+    for packed in groups:
+        dtype = packed.bucket.dtype
+        widest = sum_dtype(dtype, accumulation).itemsize
+        params, at = np.unique(packed.units.param, return_inverse=True)
+        numels = np.bincount(at, packed.units.numel).astype(np.int64).tolist()
+        found[packed.key] = {
+            _name(index): FragmentSize(numel * dtype.itemsize, numel * widest, dtype.itemsize)
+            for index, numel in zip(params.tolist(), numels, strict=True)
+        }
+    return found
+
+
 def resident_fragment_bytes(
-    groups: Iterable[PackedGroup], accumulation: torch.dtype, min_swap_bytes: int, stored: bool
+    groups: Sequence[PackedGroup], accumulation: torch.dtype, min_swap_bytes: int, stored: bool
 ) -> int:
     """RAM for fragments: the small ones, the large ones of one sub-group, and their buffer."""
-    small = largest = buffer = 0
-    for packed in groups:
-        units, widest = packed.units, sum_dtype(packed.bucket.dtype, accumulation).itemsize
-        sizes = np.bincount(units.param - units.param.min(initial=0), units.numel) * widest
-        kept = sizes[sizes < min_swap_bytes] if stored else sizes
-        small += int(kept.sum())
-        largest = max(largest, int(sizes.sum() - kept.sum()))
-        buffer = max(buffer, 4 * packed.numel)
-    return small + largest + (buffer if stored else 0)
+    sizes = fragment_sizes(groups, accumulation)
+    buffer = max((4 * packed.numel for packed in groups), default=0) if stored else 0
+    return sum(reserved_bytes(sizes, min_swap_bytes if stored else None)) + buffer
 
 
 class SwappedFragments:
-    """The fragments of all parameters, in a swapper. Blocks on storage; one caller at a time."""
+    """The fragments of all parameters, in a swapper. Blocks on storage; one caller at a time.
+
+    Args:
+        layout: The optimizer's sub-groups.
+        swapper: Gives its swapper, which recovery replaces.
+        accumulation: The dtype in which gradients of one step are added.
+        open_pool: Opens a pool of so many bytes.
+    """
 
     def __init__(
         self,
         layout: Layout,
         swapper: Callable[[], PartitionedSwapper],
         accumulation: torch.dtype,
+        open_pool: Callable[[int], BufferPool],
     ) -> None:
         self._layout = layout
         self._swapper_now = swapper
         self._accumulation = accumulation
+        self._open_pool = open_pool
+        self._reserved: tuple[PartitionedSwapper | None, set[str]] = (None, set())
+
+    def reserve(self) -> None:
+        """Take memory for what has none yet: new sub-groups, or all after recovery."""
+        swapper = self._swapper_now()
+        if swapper is not self._reserved[0]:
+            self._reserved = (swapper, set())
+        known = self._reserved[1]
+        new = [packed for key, packed in self._layout.groups.items() if key not in known]
+        if new:
+            swapper.reserve_gradients(fragment_sizes(new, self._accumulation), self._open_pool)
+            known.update(packed.key for packed in new)
 
     @property
     def _swapper(self) -> PartitionedSwapper:
-        return self._swapper_now()
+        swapper = self._swapper_now()
+        if swapper is not self._reserved[0]:
+            self.reserve()
+        return swapper
 
     def put(self, index: int, grad: torch.Tensor, *, add: bool) -> tuple[torch.dtype, float]:
         """Hand over a gradient (1-D, memory order, on the CPU); return its dtype and square sum.
@@ -64,20 +103,19 @@ class SwappedFragments:
             grad: All of its elements.
             add: Add it to what is there.
         """
-        dtype, total = grad.dtype, 0.0
+        swapper, name, dtypes, sums = self._swapper, _name(index), [grad.dtype], [0.0]
+
+        def look(part: torch.Tensor) -> None:
+            dtypes[0] = part.dtype
+            sums.append(kernels.grad_stats_spans([part.data_ptr()], [part.numel()], part.dtype)[0])
+
         for span in self._layout.spans(index):
             part = grad[span.offset : span.offset + span.numel]
             if add:
-                part = self._sum(span, index, part)
-            self._swapper.put_gradient(span.key, _name(index), span.position, part)
-            dtype = part.dtype
-            total += kernels.grad_stats_spans([part.data_ptr()], [part.numel()], dtype)[0]
-        return dtype, total
-
-    def _sum(self, span: Span, index: int, part: torch.Tensor) -> torch.Tensor:
-        kept = self._swapper.gradient(span.key, _name(index))
-        dtype = sum_dtype(kept.dtype, sum_dtype(part.dtype, self._accumulation))
-        return kept.to(dtype).add_(part)
+                swapper.add_gradient(span.key, name, part, self._accumulation, look)
+            else:
+                swapper.put_gradient(span.key, name, span.position, part, look)
+        return dtypes[0], sum(sums)
 
     @contextmanager
     def loaded(self, packed: PackedGroup, gradients: Gradients) -> Iterator[None]:

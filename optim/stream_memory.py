@@ -25,7 +25,6 @@ from swapio.buffers import BufferPool
 from swapio.optim.layout import ParameterInfo, flat
 
 REGION_ALIGNMENT = 64
-_SUM_NUMEL = 1 << 18
 
 
 def sum_dtype(grad: torch.dtype, accumulation: torch.dtype) -> torch.dtype:
@@ -104,16 +103,6 @@ class GradientMemory:
         slab = self._slabs[self._slab_of[index]]
         part: torch.Tensor = slab[start : start + numel * dtype.itemsize].view(dtype)
         return part
-
-
-def add_into(total: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> None:
-    """Write the sum of two 1-D tensors to `total`, which is `kept` or ends where it ends."""
-    if total is kept:
-        kept.add_(new)
-        return
-    for start in range(0, kept.numel(), _SUM_NUMEL):
-        part = slice(start, min(kept.numel(), start + _SUM_NUMEL))
-        total[part] = kept[part].to(total.dtype) + new[part].to(total.dtype)
 
 
 def in_memory_order(info: ParameterInfo, grad: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def stream_bytes(layout: Layout, config: SwapConfig, *, streamed: bool) -> int:
     if not config.swap_gradients:
         return ring + streamed_bytes(layout.infos, accumulation_dtype(config))
     return ring + resident_fragment_bytes(
-        layout.groups.values(),
+        list(layout.groups.values()),
         accumulation_dtype(config),
         config.min_swap_bytes,
         stored=bool(config.paths),
@@ -90,7 +90,7 @@ def open_stream(
     memory = GradientMemory(accumulation_dtype(config), open_pool)
     fragments = None
     if streamed and config.swap_gradients:
-        fragments = SwappedFragments(layout, swapper, accumulation_dtype(config))
+        fragments = SwappedFragments(layout, swapper, accumulation_dtype(config), open_pool)
     copier: Copier = HostCopier()
     if device is not None:
         copier = DeviceCopier(device, open_pool)

@@ -25,7 +25,7 @@ from swapio.errors import (
     SwapStateError,
     describe_error,
 )
-from swapio.gradients import GradientFragments
+from swapio.gradients import FragmentSizes, GradientFragments, Look
 from swapio.store import Progress, SwapStore
 from swapio.subgroup import RecordBuffer, RecordSpec, SubGroup, SubGroupState, place
 from swapio.views import Chunk
@@ -264,17 +264,47 @@ class SwapperBase:
         """
         self._gradients = GradientFragments(store, lease, min_swap_bytes=self._min_swap_bytes)
 
-    def put_gradient(self, key: str, name: str, offset: int, tensor: torch.Tensor) -> None:
+    def reserve_gradients(
+        self, sizes: FragmentSizes, open_pool: Callable[[int], BufferPool]
+    ) -> None:
+        """Take what gradient fragments will need now, and nothing when they are put.
+
+        Args:
+            sizes: How large the fragments of each sub-group are, by name.
+            open_pool: Opens a pool of so many bytes; the swapper closes it.
+        """
+        for key in sizes:
+            self._group(key)
+        self._gradients.reserve(sizes, open_pool)
+
+    def put_gradient(
+        self, key: str, name: str, offset: int, tensor: torch.Tensor, look: Look | None = None
+    ) -> None:
         """Copy `tensor`, a gradient fragment, for the elements from `offset` of a sub-group.
 
         Blocks until a large fragment is on storage. `key` is the sub-group's, `name` tells its
         fragments apart. A second fragment of the same name replaces the first. Large ones go to
-        storage under `swap_gradients=True`; small ones stay in RAM until `drop_gradients`.
+        storage under `swap_gradients=True`; small ones stay in RAM until `drop_gradients`. `look`
+        is called with the elements while they are in RAM.
         """
-        self._gradients.put(self._group(key).key, name, offset, tensor)
+        self._gradients.put(self._group(key).key, name, offset, tensor, look)
+
+    def add_gradient(
+        self,
+        key: str,
+        name: str,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        look: Look | None = None,
+    ) -> None:
+        """Add `tensor` to a fragment that was put, in `dtype` or the widest of those involved."""
+        self._gradients.add(self._group(key).key, name, tensor, dtype, look)
 
     def gradient(self, key: str, name: str) -> torch.Tensor:
-        """The fragment as last put or written back, in RAM (a copy if it was on storage)."""
+        """The fragment as last put or written back, in RAM (a copy if it was on storage).
+
+        Memory that was reserved for it is used again when it is put again or dropped.
+        """
         return self._gradients.get(self._group(key).key, name)
 
     def drop_gradients(self, key: str) -> None:

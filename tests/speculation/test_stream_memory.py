@@ -45,9 +45,11 @@ def watch():
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 swap = {"host_memory": int(budget), "sub_group_numel": 1 << 20, "spare_slots": 0,
-        "swap_gradients": swap_gradients == "swapped"}
+        "swap_gradients": swap_gradients != "kept"}
 if folder != "-":
     swap["path"] = folder
+if swap_gradients == "small":
+    swap["min_swap_bytes"] = 5 << 20  # a fragment has 4 MiB, a sub-group's record 8
 opt = AdamW(params, swap=swap, gradients="stream", speculate="always" if speculate else False)
 for _ in range(3):
     backward()
@@ -68,6 +70,7 @@ print(peak - before, early)
     [
         pytest.param("disk", 112 * MIB, "", "kept", marks=pytest.mark.slow),
         pytest.param("disk", 80 * MIB, "", "swapped", marks=pytest.mark.slow),
+        pytest.param("disk", 112 * MIB, "", "small", marks=pytest.mark.slow),
         ("disk", 144 * MIB, "early", "kept"),
         ("ram", 300 * MIB, "early", "kept"),
     ],

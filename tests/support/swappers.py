@@ -51,6 +51,7 @@ def open_swapper(
     engine="auto",
     wrap=lambda store: store,
     swap_gradients=False,
+    min_swap_bytes=1 << 20,
     spare_slots=None,
 ):
     with ExitStack() as stack:
@@ -62,6 +63,7 @@ def open_swapper(
             "chunk_bytes": chunk_bytes,
             "writes_through": durability != "checkpoint",
             "swap_gradients": swap_gradients,
+            "min_swap_bytes": min_swap_bytes,
         }
         if kind == "partitioned":
             swapper = PartitionedSwapper(store, pool, **common)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from support.swappers import KINDS, open_swapper, specs_of
+from swapio.buffers import BufferPool
 from swapio.errors import ClosedError, ConfigError, PoolExhaustedError, SwapStateError
+from swapio.gradients import FragmentSize, reserved_bytes
 from swapio.subgroup import RecordSpec, SubGroupState
 
 N = (1 << 20) + 12345
@@ -311,3 +313,43 @@ def test_what_an_interrupted_write_left_can_be_written_again(tmp_path, verb):
         use()
         assert torch.equal(swapper.read("g", "exp_avg"), value)
         assert swapper.read("g", "exp_avg_sq").unique().tolist() == [2.0 * (verb == "swap_out")]
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("min_swap_bytes", [0, 2000, 1 << 20])
+def test_reserved_fragments_take_no_memory_later(tmp_path, kind, is_stored, min_swap_bytes):
+    """Law 7: fragments in RAM were cloned at each put, and read into new memory."""
+    opened_pools = []
+
+    def open_pool(nbytes):
+        opened_pools.append(BufferPool(nbytes, pin=False))
+        return opened_pools[-1]
+
+    generator = torch.Generator().manual_seed(0)
+    first = {n: torch.randn(n, generator=generator).bfloat16() for n in (333, 900, 40_000)}
+    with open_swapper(
+        tmp_path, kind, swap_gradients=is_stored, min_swap_bytes=min_swap_bytes
+    ) as opened:
+        swapper = opened.add("g", specs_of(N))
+        sizes = {str(n): FragmentSize(2 * n, 4 * n, 2) for n in first}
+        swapper.reserve_gradients({"g": sizes}, open_pool)
+        expected = reserved_bytes({"g": sizes}, min_swap_bytes if is_stored else None)
+        regions = [r for pool in opened_pools for r in pool.regions]
+        assert sum(nbytes for _, nbytes in regions) == sum(expected)
+        stored = set(swapper._gradients._store.keys) if is_stored else set()
+        large = {f"g/gradient/{n}/2" for n in first if 2 * n >= min_swap_bytes}
+        assert {key for key in stored if "/gradient/" in key} == (large if is_stored else set())
+        for _ in range(2):
+            for n, value in first.items():
+                swapper.put_gradient("g", str(n), 0, value)
+            for n, value in first.items():
+                seen = []
+                swapper.add_gradient("g", str(n), value, torch.float32, lambda t: seen.append(+t))
+                total = swapper.gradient("g", str(n))
+                assert torch.equal(total, value.float() + value)
+                assert torch.equal(seen[0], total)
+                assert any(at <= total.data_ptr() < at + nbytes for at, nbytes in regions)
+            swapper.drop_gradients("g")
+            with pytest.raises(ConfigError, match="no gradient fragment"):
+                swapper.gradient("g", "333")
+    assert len(opened_pools) == sum(nbytes > 0 for nbytes in expected)
