@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -315,6 +316,10 @@ def test_what_an_interrupted_write_left_can_be_written_again(tmp_path, verb):
         assert swapper.read("g", "exp_avg_sq").unique().tolist() == [2.0 * (verb == "swap_out")]
 
 
+def keep_copy(seen, tensor):
+    seen.append(tensor.clone())
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("min_swap_bytes", [0, 2000, 1 << 20])
 def test_reserved_fragments_take_no_memory_later(tmp_path, kind, is_stored, min_swap_bytes):
@@ -344,7 +349,8 @@ def test_reserved_fragments_take_no_memory_later(tmp_path, kind, is_stored, min_
                 swapper.put_gradient("g", str(n), 0, value)
             for n, value in first.items():
                 seen = []
-                swapper.add_gradient("g", str(n), value, torch.float32, lambda t: seen.append(+t))
+                look = functools.partial(keep_copy, seen)
+                swapper.add_gradient("g", str(n), value, torch.float32, look)
                 total = swapper.gradient("g", str(n))
                 assert torch.equal(total, value.float() + value)
                 assert torch.equal(seen[0], total)
