@@ -188,11 +188,14 @@ class SwapOptimizer(EarlySteps):
     def _update(self, step: StepContext, early: dict[str, EarlyStep]) -> int:
         """Step everything that has a gradient, and commit; return how many early steps counted."""
         self._agree_on_commits()
+        listed = self._table.listed
+        complete = step.gradients.complete
         try:
+            # Now rather than at the end: what this touches of each tensor is still in the cache.
+            self._ranks.announce(listed if complete else [listed[i] for i in step.indices])
             kept = self._ranks.together(lambda: self._sweep_all(step, early))
             self._counts = step.counts
             infos = self._layout.infos
-            complete = step.gradients.complete
             self._ranks.publish(infos if complete else [infos[i] for i in step.indices])
             self._masters.versions.note()
             self._num_steps += 1

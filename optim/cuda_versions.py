@@ -10,9 +10,9 @@ Invariant: what the optimizer itself writes is never taken for somebody else's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from swapio.optim.layout import MasterForm, ParameterInfo
+from swapio.optim.layout import Bucket, Layout, MasterForm, ParameterInfo
 
 Stamp = tuple[int, int]
 
@@ -21,14 +21,14 @@ class Versions:
     """Version counters of the parameters that have no digest.
 
     Args:
-        infos: The optimizer's parameters; follows its list.
+        layout: The optimizer's parameters; what is added to it later is seen.
 
     Attributes:
         changed: Parameters that somebody else wrote to since the last step.
     """
 
-    def __init__(self, infos: Sequence[ParameterInfo]) -> None:
-        self._infos = infos
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._stamps: dict[int, Stamp] | None = None
         self.changed: set[int] = set()
 
@@ -36,15 +36,15 @@ class Versions:
         """Take note of what was changed until now; later changes are not seen before `note`."""
         stamps, self._stamps = self._stamps, None
         if stamps is not None:
-            self.changed |= {i for i in stamps if stamps[i] != stamp_of(self._infos[i])}
+            self.changed |= {i for i in stamps if stamps[i] != stamp_of(self._layout.infos[i])}
 
     def note(self) -> None:
         """A step is over: from now on every change is somebody else's."""
         self.changed.clear()
+        if not any(map(_has_versions, {group.bucket for group in self._layout.groups.values()})):
+            return
         self._stamps = {
-            info.index: stamp_of(info)
-            for info in self._infos
-            if info.bucket.device != "cpu" and info.form is MasterForm.SEPARATE
+            info.index: stamp_of(info) for info in self._layout.infos if _has_versions(info.bucket)
         }
 
     def forget(self, indices: Iterable[int]) -> None:
@@ -56,7 +56,11 @@ class Versions:
         if index in self.changed:
             return True
         stamp = None if self._stamps is None else self._stamps.get(index)
-        return stamp is not None and stamp != stamp_of(self._infos[index])
+        return stamp is not None and stamp != stamp_of(self._layout.infos[index])
+
+
+def _has_versions(bucket: Bucket) -> bool:
+    return bucket.device != "cpu" and bucket.form is MasterForm.SEPARATE
 
 
 def stamp_of(info: ParameterInfo) -> Stamp:

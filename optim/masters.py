@@ -50,7 +50,7 @@ class Masters:
         self._ties: dict[str, npt.NDArray[np.uint32]] = {}
         self._foreign: str | None = None
         self._warned = False
-        self.versions = Versions(layout.infos)
+        self.versions = Versions(layout)
 
     @staticmethod
     def filler(layout: Layout, packed: PackedGroup) -> Callable[[int, torch.Tensor], None]:

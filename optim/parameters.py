@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter, eq
+from operator import attrgetter, eq, is_
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ class ParameterTable:
     Attributes:
         infos: What is known of each parameter; the list of the Layout itself.
         tensors: What is stepped of them: as a rule the parameters themselves.
+        listed: What the user listed; the same list where that is what is stepped.
         shapes: Their shapes.
         numels: Their numbers of elements (int64).
         first_element: How many elements of parameters come before each one's first (int64).
@@ -48,6 +49,7 @@ class ParameterTable:
     def __init__(self, infos: list[ParameterInfo]) -> None:
         self.infos = infos
         self.tensors: list[torch.Tensor] = []
+        self.listed = self.tensors
         self.shapes: list[torch.Size] = []
         self.numels: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self.first_element: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -87,6 +89,8 @@ class ParameterTable:
             self._nbytes.append(numbers.setdefault(param.nbytes, param.nbytes))
             if not param.is_contiguous():
                 self._strides[info.index] = param.stride()
+        listed = [info.listed for info in self.infos]
+        self.listed = self.tensors if all(map(is_, listed, self.tensors)) else listed
         self.numels = np.fromiter(map(torch.Tensor.numel, self.tensors), np.int64, count)
         self.first_element = _first_elements(self.infos, self.numels)
         self._address = np.fromiter(map(_data_ptr, self.tensors), np.uint64, count)

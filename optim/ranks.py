@@ -86,9 +86,12 @@ class Ranks:
         """Return the sum over all ranks, the same bits on each."""
         return value
 
+    def announce(self, listed: Sequence[torch.Tensor]) -> None:
+        """Tell autograd that these parameters are about to be stepped in place."""
+        torch.autograd.graph.increment_version(listed)
+
     def publish(self, infos: Iterable[ParameterInfo]) -> None:
         """Bring the parameters just stepped to where the model sees them."""
-        torch.autograd.graph.increment_version([info.listed for info in infos])
 
     def scratch_bytes(self, params: Sequence[torch.Tensor]) -> int:
         """Memory of the collectives for these parameters, which host_memory must cover."""

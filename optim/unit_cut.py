@@ -25,9 +25,9 @@ _COLUMNS = {
     name: offset // 8 for name, (_, offset, *_) in (kernels.SPAN_DTYPE.fields or {}).items()
 }
 
-_UNITS_MAX = 64
-"""Cuts of more units are not kept: of many small parameters they would take megabytes, and the
-work on them is small beside that of their kernels."""
+_UNITS_MAX = 4096
+"""So many units are kept in all, about 200 bytes each: with a hundred thousand small parameters
+they would take megabytes."""
 
 
 class RecordAt(NamedTuple):
@@ -131,6 +131,7 @@ class UnitCuts:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int], UnitCut] = {}
+        self._num_units = 0
 
     def of(self, packed: PackedGroup, start: int, stop: int) -> UnitCut:
         """All units of the elements `[start, stop)` of a sub-group."""
@@ -138,6 +139,7 @@ class UnitCuts:
         cut = self._known.get(key)
         if cut is None:
             cut = UnitCut(packed, packed.units.slice_of(start, stop), start)
-            if len(cut) <= _UNITS_MAX:
+            if self._num_units + len(cut) <= _UNITS_MAX:
+                self._num_units += len(cut)
                 self._known[key] = cut
         return cut

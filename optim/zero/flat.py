@@ -245,10 +245,13 @@ class FlatRanks(SharedRanks):
 
     # -- parameters --------------------------------------------------------------------------
 
+    def announce(self, listed: Sequence[torch.Tensor]) -> None:
+        """Nothing: the runs are stepped, and the listed parameters change in `publish`."""
+
     def publish(self, infos: Iterable[ParameterInfo]) -> None:
         """Gather the runs of all ranks into whole parameters; blocks. Collective."""
         self._exchange_runs()
-        super().publish(infos)
+        torch.autograd.graph.increment_version([info.listed for info in infos])
 
     def _exchange_runs(self) -> None:
         flights: list[Any] = []
