@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss scaler for optimizers whose gradients are not in `p.grad` when step() is called.
 
-`torch.amp.GradScaler` divides `p.grad` and looks for inf in it. With gradients="stream" there is
-nothing there: the division is one factor inside the update kernels, and the step itself knows
-whether a gradient was not finite.
+`torch.amp.GradScaler` divides `p.grad` and looks for inf in it. With gradients="stream", and in
+ZeRO's stage 2, there is nothing there: the division is one factor inside the update kernels, and
+the step itself knows whether a gradient was not finite, on any rank.
 
 Invariant: scale, growth and backoff follow torch.amp.GradScaler's rules, whatever the optimizers.
 """
@@ -22,7 +22,7 @@ from swapio.optim.base import SwapOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, for swapio's optimizers with streamed gradients and any other.
+    """`torch.amp.GradScaler`, for swapio's optimizers that take gradients away, and any other.
 
     Used as torch's: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` if the norm is wanted
     before the step, `scaler.step(opt)`, `scaler.update()`. A step with inf or nan in a gradient is
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's next step divide its gradients by the scale."""
-        if not self._is_streaming(optimizer):
+        if not self._is_announced(optimizer):
             super().unscale_(optimizer)
             return
         state = self._per_optimizer_states[id(optimizer)]
@@ -50,7 +50,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer, if all is finite; blocks and returns as its own step does."""
-        if not self._is_streaming(optimizer):
+        if not self._is_announced(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or args:
             raise RuntimeError("closure use is not supported when a loss scaler steps")
@@ -127,9 +127,10 @@ class GradScaler(torch.amp.GradScaler):
             this = weakref.ref(self)
             optimizer.expect_loss_scale(lambda: _scale_of(this()))
 
-    def _is_streaming(self, optimizer: torch.optim.Optimizer) -> bool:
-        streams = isinstance(optimizer, SwapOptimizer) and optimizer.gradients == "stream"
-        return self.is_enabled() and streams
+    def _is_announced(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer is told the scale, as there is nothing to divide in `p.grad`."""
+        takes = isinstance(optimizer, SwapOptimizer) and optimizer.takes_gradients
+        return self.is_enabled() and takes
 
 
 def _scale_of(scaler: GradScaler | None) -> float | None:

@@ -291,6 +291,11 @@ class SwapOptimizer(EarlySteps):
         self._source.max_grad_norm = _checked_norm(value)
 
     @property
+    def takes_gradients(self) -> bool:
+        """Whether gradients have left `p.grad` when step() is called."""
+        return self.gradients == "stream"
+
+    @property
     def nonfinite(self) -> str:
         """What inf or nan in a gradient does: "propagate", "skip" or "raise"."""
         return self._source.nonfinite

@@ -29,8 +29,8 @@ STREAMED = (
 )
 SHARDED = (
     "ZeRO stage 2 has reduced into shards during backward. To clip, pass max_grad_norm= to the "
-    "optimizer or call optimizer.clip_grad_norm_(max_norm); for what must read p.grad, such as a "
-    "GradScaler, use stage=1"
+    "optimizer or call optimizer.clip_grad_norm_(max_norm); to scale, use swapio.optim.GradScaler; "
+    "for what must read p.grad, use stage=1"
 )
 
 

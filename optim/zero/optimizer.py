@@ -153,6 +153,11 @@ class ZeroOptimizer(SwapOptimizer):
         """1 or 2."""
         return self._ranks.stage
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether gradients have left `p.grad` when step() is called: in stage 2."""
+        return self.stage == 2
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward passes are not reduced, but with accumulate="shard" in stage 2."""
         self._check_open()

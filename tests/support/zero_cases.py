@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from support.training import swap_of
-from support.zero_training import Bank, backward, groups_of, make, rank_gradients, train
+from support.zero_training import Bank, groups_of, loss_of, make, rank_gradients, train
 from swapio.errors import ConfigError, SwapioError
-from swapio.optim import AdamW, Muon, ZeroOptimizer
+from swapio.optim import AdamW, GradScaler, Muon, ZeroOptimizer
 from swapio.optim.zero.comm import Comm
 
 
@@ -227,7 +227,7 @@ def read_gradients(rank, group):
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     with ZeroOptimizer(params, AdamW, stage=2, process_group=group) as opt:
-        backward(params, rank_gradients(params, 1, 0, rank))
+        loss_of(params, rank_gradients(params, 1, 0, rank)).backward()
         found = {
             "clip": raised(lambda: clip(params, 1.0)),
             "scaler": raised(lambda: scaler.unscale_(opt)),
@@ -235,7 +235,7 @@ def read_gradients(rank, group):
         }
         opt.step()
         found["after"] = [p.grad is None for p in params]
-        backward(params, rank_gradients(params, 2, 0, rank))
+        loss_of(params, rank_gradients(params, 2, 0, rank)).backward()
     return {**found, "closed": [p.grad is None for p in params]}
 
 
@@ -248,7 +248,7 @@ def passes(rank, group, *, accumulate):
         assert cut[1] > 1, "no parameter is cut"
         sums = [torch.zeros_like(param) for param in params]
         for micro, unused in enumerate(({(1, rank, 0)}, set())):
-            backward(params, rank_gradients(params, 1, micro, rank, unused=unused))
+            loss_of(params, rank_gradients(params, 1, micro, rank, unused=unused)).backward()
         for theirs in range(2):
             for micro, unused in enumerate(({(1, theirs, 0)}, set())):
                 grads = rank_gradients(params, 1, micro, theirs, unused=unused)
@@ -283,3 +283,26 @@ def export_rows(_rank, group, *, folder):
     fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     with AdamW(model.parameters()) as opt:
         return raised(lambda: opt.export_safetensors(folder / "export"))
+
+
+def scale_losses(rank, group, *, stage, shapes, settings, training):
+    """Train with a loss scaler; return parameters, and the scale after each step."""
+    params, model = make(shapes), None
+    kind = GradScaler if stage == 2 else torch.amp.GradScaler
+    scaler = kind("cpu", init_scale=1024.0, growth_interval=2)
+    if stage == 3:
+        model = Bank(params)
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        params = list(model.params)
+        opt = AdamW(params, nonfinite="skip", **settings)
+    else:
+        options = {"process_group": group, "bucket_bytes": 1 << 15}
+        opt = ZeroOptimizer(params, AdamW, stage=stage, **options, **settings)
+    scales = []
+    with opt:
+        for step in range(1, training["steps"] + 1):
+            now = {**training, "first": step, "steps": 1}
+            train(opt, params, rank, model=model, scaler=scaler, **now)
+            scales.append(scaler.get_scale())
+    whole = [param.full_tensor() if stage == 3 else param for param in params]
+    return [param.detach() for param in whole], scales

@@ -54,11 +54,10 @@ def rank_gradients(params, step, micro, rank, *, unused=(), overflow=()):
     return found
 
 
-def backward(params, grads):
-    """A backward pass that gives each parameter its gradient."""
-    terms = [(p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None]
-    if terms:
-        torch.stack([term.float() for term in terms]).sum().backward()
+def loss_of(params, grads):
+    """A loss whose backward pass gives each parameter its gradient."""
+    pairs = zip(params, grads, strict=True)
+    return torch.stack([(p * g).sum().float() for p, g in pairs if g is not None]).sum()
 
 
 class Bank(torch.nn.Module):
@@ -70,27 +69,50 @@ class Bank(torch.nn.Module):
 
     def forward(self, grads):
         """The loss of one micro-batch."""
-        pairs = zip(self.params, grads, strict=True)
-        return torch.stack([(p * g).sum().float() for p, g in pairs if g is not None]).sum()
+        return loss_of(self.params, grads)
 
 
 def train(
-    opt, params, rank, *, steps, first=1, micros=1, clip_on=(), max_norm=1.0, model=None, **faults
+    opt,
+    params,
+    rank,
+    *,
+    steps,
+    first=1,
+    micros=1,
+    clip_on=(),
+    max_norm=1.0,
+    model=None,
+    scaler=None,
+    **faults,
 ):
-    """Train one rank; clipping by the optimizer's setting on the steps in `clip_on`."""
+    """Train one rank; clipping by the optimizer's setting on the steps in `clip_on`.
+
+    With a loss scaler, clipping is by the optimizer's method, after the scaler's unscale_().
+    """
     no_sync = getattr(opt, "no_sync", contextlib.nullcontext)
     for step in range(first, first + steps):
-        opt.max_grad_norm = max_norm if step in clip_on else None
+        opt.max_grad_norm = max_norm if step in clip_on and scaler is None else None
         for micro in range(micros):
             grads = rank_gradients(params, step, micro, rank, **faults)
             last = micro == micros - 1
             with contextlib.nullcontext() if last else no_sync():
-                if model is None:
-                    backward(params, grads)
-                else:
-                    model(grads).backward()
-        opt.step()
+                loss = loss_of(params, grads) if model is None else model(grads)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            opt.step()
+        else:
+            step_scaled(opt, scaler, max_norm if step in clip_on else None)
         opt.zero_grad()
+
+
+def step_scaled(opt, scaler, max_norm):
+    """Step as a loop with a loss scaler does."""
+    if max_norm is not None:
+        scaler.unscale_(opt)
+        opt.clip_grad_norm_(max_norm)
+    scaler.step(opt)
+    scaler.update()
 
 
 def averaged(params, world_size, step, micros, **faults):

@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.zero_cases import discard, passes, read_gradients
+from support.zero_cases import discard, passes, read_gradients, scale_losses
+from support.zero_training import alone
+from swapio.optim import AdamW
 
 
 def test_reading_a_reduced_gradient_raises(ranks) -> None:
@@ -16,7 +18,7 @@ def test_reading_a_reduced_gradient_raises(ranks) -> None:
     """
     for found in ranks.run(read_gradients, 2):
         assert "max_grad_norm" in found["clip"]
-        assert "stage=1" in found["scaler"]
+        assert "swapio.optim.GradScaler" in found["scaler"]
         assert found["during"] == [True, True]
         assert found["after"] == [True, True]
         assert found["closed"] == [True, True]
@@ -41,3 +43,24 @@ def test_gradients_that_were_discarded_by_others_are_an_error(ranks, how) -> Non
         assert "optimizer.zero_grad()" in error
         assert not moved
         assert after
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_scaler_trains_as_without_one(ranks, stage) -> None:
+    """Scales are powers of two: the updates are those without scaling, to the bit.
+
+    One rank overflows in the third step: all skip it, and lower the scale. FSDP2 reduces each
+    micro-batch, so that its sums are formed in another order.
+    """
+    micros = 1 if stage == 3 else 2
+    training = {"steps": 4, "micros": micros, "clip_on": (2, 4), "overflow": {(3, 1, 1)}}
+    common = {
+        "shapes": [(17, 33), (300, 40), (33,)],
+        "settings": {"lr": 0.02, "weight_decay": 0.1},
+        "training": training,
+    }
+    wanted, _, _ = alone(AdamW, world_size=2, **common)
+    for params, scales in ranks.run(scale_losses, 2, stage=stage, **common):
+        assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
+        for mine, theirs in zip(params, wanted, strict=True):
+            assert torch.equal(mine, theirs)
