@@ -18,7 +18,15 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-_PRELOAD = ["torch", "torch.distributed.tensor", "swapio.optim.zero.optimizer"]
+# What ranks import by and by: torch's optimizers import torch._dynamo, which takes longest.
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "pytest",
+    "swapio.integrations.dcp",
+    "swapio.optim.zero.optimizer",
+]
 
 
 class CaseFailed(Exception):

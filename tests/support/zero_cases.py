@@ -12,21 +12,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from support.training import swap_of
-from support.zero_training import Bank, groups_of, loss_of, make, rank_gradients, train
+from support.zero_training import (
+    RULES,
+    Bank,
+    groups_of,
+    loss_of,
+    make,
+    rank_gradients,
+    rule_groups,
+    train,
+)
 from swapio.errors import ConfigError, SwapioError
 from swapio.optim import AdamW, GradScaler, Muon, ZeroOptimizer
 from swapio.optim.zero.comm import Comm
 
 
-def tight(build, mode, folder):
+def tight(build, mode, folder, **more):
     """Build with the least host_memory that does, so that state is really swapped."""
     if mode == "ram":
         return build(None)
+    more["sub_group_numel"] = 1 << 14
     try:
-        return build(swap_of(mode, folder, host_memory=1 << 20, sub_group_numel=1 << 16))
+        return build(swap_of(mode, folder, host_memory=1 << 20, **more))
     except ConfigError as error:
         least = int(re.search(r"least that does is (\d+) bytes", str(error))[1])
-    return build(swap_of(mode, folder, host_memory=least, sub_group_numel=1 << 16))
+    return build(swap_of(mode, folder, host_memory=least, **more))
 
 
 def run_stage(
@@ -34,77 +44,62 @@ def run_stage(
     group,
     *,
     stage,
+    rule,
     shapes,
     mode,
     folder,
-    dtype=torch.float32,
-    settings=None,
+    training,
+    settings,
     zero=None,
-    training=None,
-    muon=False,
+    resident=(),
+    dtype=torch.float32,
 ):
-    """Train with ZeroOptimizer; return the parameters, state, counts and figures of this rank."""
-    params = make(shapes, dtype)
-    kind, named = (Muon if muon else AdamW), groups_of(params, muon=muon)
+    """Train in any stage; return the parameters, state, counts and figures of this rank."""
+    model = Bank(make(shapes, dtype))
+    if stage == 3:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    params = list(model.params)
     options = {"stage": stage, "process_group": group, "bucket_bytes": 1 << 17, **(zero or {})}
 
     def build(swap):
-        groups = [{**g} for g in named] if muon else named
-        return ZeroOptimizer(groups, kind, **options, swap=swap, **(settings or {}))
-
-    with tight(build, mode, folder) as opt:
-        train(opt, params, rank, **training)
-        state = [opt.full_state_of(param) for param in params]
-        local = [next(v for v in opt.state_of(p).values() if v.dim()).numel() for p in params]
-        stats = opt.stats()
-        skipped = opt.step_skipped
-        planned = opt._ranks.planned_collectives()
-    return {
-        "params": [param.detach() for param in params],
-        "state": state,
-        "local": local,
-        "stats": stats,
-        "skipped": skipped,
-        "planned": planned,
-    }
-
-
-def run_fsdp(
-    rank, group, *, shapes, mode, folder, dtype=torch.float32, settings, training, muon=False
-):
-    """Train parameters that fully_shard has sharded, by the optimizer itself."""
-    model = Bank(make(shapes, dtype))
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-    params = list(model.params)
-
-    def build(swap):
+        groups = [{**g} for g in rule_groups(params, rule)]
+        if stage < 3:
+            return ZeroOptimizer(groups, RULES[rule], **options, swap=swap, **settings)
         if swap is not None:
             swap["namespace"] = f"rank{rank}"
-        kind = Muon if muon else AdamW
-        return kind(groups_of(params, muon=muon), nonfinite="skip", swap=swap, **settings)
+        return RULES[rule](groups, nonfinite="skip", swap=swap, **settings)
 
-    with tight(build, mode, folder) as opt:
+    with tight(build, mode, folder, resident=resident) as opt:
         train(opt, params, rank, model=model, **training)
-        stats, norm = opt.stats(), opt.grad_norm
-        known = opt.state_dict()
-        state = [
-            {k: v.full_tensor() if v.dim() else v for k, v in known["state"][at].items()}
-            for at in range(len(params))
-        ]
-        opt.load_state_dict(known)
-        again = [{k: v for k, v in opt.state_of(p).items() if v.dim()} for p in params]
-        kept = [
-            all(torch.equal(value, known["state"][at][k].to_local()) for k, value in s.items())
-            for at, s in enumerate(again)
-        ]
-    return {
-        "state": state,
-        "kept": kept,
-        "params": [param.full_tensor().detach() for param in params],
-        "local": [param.to_local().numel() for param in params],
-        "stats": stats,
-        "norm": norm,
-    }
+        return {
+            "skipped": opt.step_skipped,
+            "norm": opt.grad_norm,
+            "stats": opt.stats(),
+            "planned": {} if stage == 3 else opt._ranks.planned_collectives(),
+            "local": [sizes_of(opt.state_of(param)) for param in params],
+            "state": whole_state(opt, params),
+            "params": [(p.full_tensor() if stage == 3 else p).detach() for p in params],
+        }
+
+
+def sizes_of(state):
+    """Elements of this rank's part of a parameter."""
+    return next(value for value in state.values() if value.dim()).numel()
+
+
+def whole_state(opt, params):
+    """All state; with FSDP2 by way of state_dict, which a load must take back unchanged."""
+    if isinstance(opt, ZeroOptimizer):
+        return [opt.full_state_of(param) for param in params]
+    known = opt.state_dict()
+    order = [id(param) for group in opt.param_groups for param in group["params"]]
+    entries = [known["state"][order.index(id(param))] for param in params]
+    whole = [{k: v.full_tensor() if v.dim() else v for k, v in e.items()} for e in entries]
+    opt.load_state_dict(known)
+    for param, entry in zip(params, entries, strict=True):
+        for name, value in opt.state_of(param).items():
+            assert not value.dim() or torch.equal(value, entry[name].to_local()), name
+    return whole
 
 
 def break_one(rank, group, *, name, culprit, delay=0.0):

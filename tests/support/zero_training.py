@@ -8,17 +8,25 @@ exactly its gradient, of full rank, and arrives by a real backward pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 
-from swapio.optim import Muon
+from swapio.optim import AdamW, Muon
 
 
-def gradient(shape, step, micro, rank, index, *, scale=1.0):
-    """The gradient of one parameter on one rank in one micro-batch."""
+@functools.cache
+def noise():
+    """Drawing all numbers anew took most of the time of a test."""
+    return torch.randn(1 << 21, generator=torch.Generator().manual_seed(1))
+
+
+def gradient(shape, step, micro, rank, index):
+    """The gradient of one parameter on one rank in one micro-batch: a stretch of noise."""
     seed = ((step * 10 + micro) * 10 + rank) * 1000 + index
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * scale
+    numel = torch.Size(shape).numel()
+    start = seed * 2654435761 % (len(noise()) - numel)
+    return noise()[start : start + numel].view(shape)
 
 
 def make(shapes, dtype=torch.float32, seed=0):
@@ -37,6 +45,19 @@ def groups_of(params, *, muon):
     return [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
 
 
+RULES = {"adamw": AdamW, "muon": Muon}
+
+
+def rule_groups(params, rule):
+    """Param groups of a rule; AdamW's second one has fewer elements than there may be ranks."""
+    if rule == "muon":
+        return groups_of(params, muon=True)
+    named = groups_of(params, muon=False)
+    small = [item for item in named if item[1].numel() == 3]
+    large = [item for item in named if item[1].numel() != 3]
+    return [{"params": large}, {"params": small, "lr": 0.005}] if small else named
+
+
 def rank_gradients(params, step, micro, rank, *, unused=(), overflow=()):
     """Gradients of one rank; None for (step, rank, index) in `unused`, inf for `overflow`."""
     found = []
@@ -46,9 +67,10 @@ def rank_gradients(params, step, micro, rank, *, unused=(), overflow=()):
             continue
         value = gradient(param.shape, step, micro, rank, index)
         if param.dtype is not torch.float32:
-            # Small whole numbers: their averages have no more bits than the parameter's dtype.
-            value = (6 * value).round().clamp(-16, 16).to(param.dtype)
+            # Small whole numbers: the averages of 2 or 4 ranks have no more bits than their dtype.
+            value = (2 * value).round().clamp(-4, 4).to(param.dtype)
         if (step, rank, index) in overflow:
+            value = value.clone()
             value.view(-1)[-1] = float("inf")
         found.append(value)
     return found
@@ -141,10 +163,10 @@ def train_alone(opt, params, world_size, *, steps, micros=1, clip_on=(), max_nor
         opt.step()
 
 
-def alone(kind, shapes, world_size, training, *, settings, dtype=torch.float32):
-    """Make parameters and an optimizer of `kind`, and train; return parameters, state and norm."""
+def alone(rule, shapes, world_size, training, *, settings, dtype=torch.float32):
+    """Train in one process with state in RAM; return parameters, state and the last norm."""
     params = make(shapes, dtype)
-    with kind(groups_of(params, muon=kind is Muon), nonfinite="skip", **settings) as opt:
+    with RULES[rule](rule_groups(params, rule), nonfinite="skip", **settings) as opt:
         train_alone(opt, params, world_size, **training)
         state = [opt.state_of(param) for param in params]
         return [param.detach() for param in params], state, opt.grad_norm
@@ -153,7 +175,7 @@ def alone(kind, shapes, world_size, training, *, settings, dtype=torch.float32):
 def alone_by_torch(shapes, world_size, *, settings, steps, micros=1, clip_on=(), max_norm=1.0):
     """The same training by torch's own AdamW and clip_grad_norm_."""
     params = make(shapes)
-    opt = torch.optim.AdamW(params, **settings)
+    opt = torch.optim.AdamW(rule_groups(params, "adamw"), **settings)
     for step in range(1, steps + 1):
         for param, grad in zip(params, averaged(params, world_size, step, micros), strict=True):
             param.grad = grad

@@ -8,7 +8,6 @@ import torch
 
 from support.zero_cases import discard, passes, read_gradients, scale_losses
 from support.zero_training import alone
-from swapio.optim import AdamW
 
 
 def test_reading_a_reduced_gradient_raises(ranks) -> None:
@@ -59,7 +58,7 @@ def test_a_loss_scaler_trains_as_without_one(ranks, stage) -> None:
         "settings": {"lr": 0.02, "weight_decay": 0.1},
         "training": training,
     }
-    wanted, _, _ = alone(AdamW, world_size=2, **common)
+    wanted, _, _ = alone("adamw", world_size=2, **common)
     for params, scales in ranks.run(scale_losses, 2, stage=stage, **common):
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
         for mine, theirs in zip(params, wanted, strict=True):
