@@ -11,6 +11,7 @@ the loading optimizer asks for is looked up by name.
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ from swapio.errors import CheckpointError
 from swapio.optim import kernels
 from swapio.optim.commit_scalars import encode_group
 from swapio.optim.cuda_weights import host_addresses
-from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo
+from swapio.optim.filling import UnitRuns
+from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo, Span
 from swapio.optim.masters import Masters
 from swapio.swapper import PartitionedSwapper
 
@@ -78,8 +80,10 @@ def contents_of(
     keys = list(layout.groups)
     packs = [_pack(layout, swapper, masters, layout.groups[key]) for key in keys]
     number_of = {key: number for number, key in enumerate(keys)}
+    spans = layout.all_spans()
     parameters = [
-        _parameter_entry(layout, info, int(counts[info.index]), number_of) for info in layout.infos
+        _parameter_entry(info, int(counts[info.index]), spans.get(info.index, ()), number_of)
+        for info in layout.infos
     ]
     name_of = {id(info.listed): info.name for info in layout.infos}
     plain = tuple(
@@ -93,12 +97,12 @@ def contents_of(
 
 
 def _parameter_entry(
-    layout: Layout, info: ParameterInfo, count: int, number_of: Mapping[str, int]
+    info: ParameterInfo, count: int, spans: Sequence[Span], number_of: Mapping[str, int]
 ) -> ParameterEntry:
     place = info.place
     runs = tuple(
         Run(number_of[span.key], run.offset, span.position + run.local - span.offset, run.numel)
-        for span in (layout.spans(info.index) if place.is_saved else ())
+        for span in (spans if place.is_saved else ())
         for run in place.find(span.offset, span.numel)
     )
     dtype = str(info.param.dtype).removeprefix("torch.")
@@ -183,6 +187,7 @@ class CheckpointSource:
         self._infos = infos
         self._found = found
         self._records = {index: reader.records(entry) for index, entry in found.items()}
+        self._pack, self._position = _whole_runs(infos, found)
         self._ties: dict[int, npt.NDArray[np.uint32]] = {}
         self._ordered: tuple[tuple[int, str], torch.Tensor] | None = None
 
@@ -227,7 +232,7 @@ class CheckpointSource:
         if name != "master" or "master" in records:
             self._read_as(entry, name, records[name], offset, out)
         elif "master_low" in records:
-            self._join(entry, records["param"], offset, out)
+            self._join(entry, offset, out)
         elif "param" in records:
             self._read_as(entry, "param", records["param"], offset, out)
         else:
@@ -244,24 +249,65 @@ class CheckpointSource:
         self._reader.read(entry, name, offset, memory)
         out.copy_(memory)
 
-    def _join(self, entry: ParameterEntry, dtype: str, offset: int, out: torch.Tensor) -> None:
+    def read_units(self, name: str, runs: UnitRuns, out: torch.Tensor) -> npt.NDArray[np.bool_]:
+        """Fill `out` with runs of many parameters at once; see `filling.Source`.
+
+        Those that are neighbours in the checkpoint too, as most are, are one read.
+        """
+        pack = self._pack[runs.param]
+        known = [number for number in np.unique(pack).tolist() if self._has_record(number, name)]
+        done = np.isin(pack, known)
+        position = self._position[runs.param] + runs.offset
+        follows = done[1:] & (pack[1:] == pack[:-1])
+        follows &= position[1:] == position[:-1] + runs.numel[:-1]
+        follows &= runs.at[1:] == runs.at[:-1] + runs.numel[:-1]
+        cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(pack)]
+        for lo, hi in itertools.pairwise(cuts):
+            if lo < hi and done[lo]:
+                part = out[int(runs.at[lo]) : int(runs.at[hi - 1] + runs.numel[hi - 1])]
+                self._read_run(int(pack[lo]), name, int(position[lo]), part)
+        return done
+
+    def _has_record(self, pack: int, name: str) -> bool:
+        if pack < 0:
+            return False
+        records = self._reader.manifest.packs[pack].records
+        return name in records or (name == "master" and "param" in records)
+
+    def _read_run(self, pack: int, name: str, position: int, out: torch.Tensor) -> None:
+        records = self._reader.manifest.packs[pack].records
+        if name == "master" and name not in records:
+            if "master_low" in records:
+                self._join_run(pack, position, out)
+                return
+            name = "param"
+        stored = dtype_of(records[name].dtype)
+        memory = out if stored is out.dtype else torch.empty(out.numel(), dtype=stored)
+        self._reader.read_run(pack, name, position, memory)
+        if memory is not out:
+            out.copy_(memory)
+
+    def _join(self, entry: ParameterEntry, offset: int, out: torch.Tensor) -> None:
         """Put a split master together."""
-        high = torch.empty(out.numel(), dtype=dtype_of(dtype))
-        low = torch.empty(out.numel(), dtype=torch.int16)
-        self._reader.read(entry, "param", offset, high)
-        self._reader.read(entry, "master_low", offset, low)
         for pack, position, first, count in self._reader.positions(entry, offset, out.numel()):
-            part = slice(first - offset, first - offset + count)
-            ties = self._pack_ties(pack)
-            lo, hi = np.searchsorted(ties, (position, position + count))
-            kernels.join_master_spans(
-                [high[part].data_ptr()],
-                [low[part].data_ptr()],
-                [out[part].data_ptr()],
-                [count],
-                [position],
-                ties=ties[lo:hi],
-            )
+            self._join_run(pack, position, out[first - offset : first - offset + count])
+
+    def _join_run(self, pack: int, position: int, out: torch.Tensor) -> None:
+        record = self._reader.manifest.packs[pack].records["param"]
+        high = torch.empty(out.numel(), dtype=dtype_of(record.dtype))
+        low = torch.empty(out.numel(), dtype=torch.int16)
+        self._reader.read_run(pack, "param", position, high)
+        self._reader.read_run(pack, "master_low", position, low)
+        ties = self._pack_ties(pack)
+        lo, hi = np.searchsorted(ties, (position, position + out.numel()))
+        kernels.join_master_spans(
+            [high.data_ptr()],
+            [low.data_ptr()],
+            [out.data_ptr()],
+            [out.numel()],
+            [position],
+            ties=ties[lo:hi],
+        )
 
     def _pack_ties(self, pack: int) -> npt.NDArray[np.uint32]:
         if pack not in self._ties:
@@ -270,6 +316,20 @@ class CheckpointSource:
             self._reader.read_bytes(pack, TIES, 0, data)
             self._ties = {pack: data.view(np.uint32)}
         return self._ties[pack]
+
+
+def _whole_runs(
+    infos: Sequence[ParameterInfo], found: Mapping[int, ParameterEntry]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pack of each parameter, and where it begins there; -1 unless it is one run on both sides."""
+    pack = np.full(len(infos), -1, np.int64)
+    position = np.zeros(len(infos), np.int64)
+    for index, entry in found.items():
+        place = infos[index].place
+        alone = len(entry.runs) == 1 and len(place.runs) == 1 and entry.order == place.order
+        if alone and entry.runs[0].numel == place.runs[0].numel == math.prod(entry.shape):
+            pack[index], _offset, position[index], _numel = entry.runs[0]
+    return pack, position
 
 
 def match_parameters(

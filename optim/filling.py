@@ -12,20 +12,54 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from swapio.optim.layout import Layout, MasterForm, PackedGroup, ParameterInfo, flat
+from swapio.optim import kernels
+from swapio.optim.layout import (
+    Layout,
+    MasterForm,
+    PackedGroup,
+    ParameterInfo,
+    flat,
+)
 from swapio.optim.masters import Masters
 from swapio.swapper import PartitionedSwapper
 
 _logger = logging.getLogger("swapio.optim")
 _WINDOW_NUMEL = 1 << 20
+_MANY_RUNS = 16  # in a window: then they are read together, and copied, instead of one by one
 
 Filler = Callable[[int, torch.Tensor], None]
+
+
+class UnitRuns(NamedTuple):
+    """Runs of parameters side by side in a piece of a sub-group, as columns.
+
+    Attributes:
+        param: Parameter index.
+        offset: First element within the parameter, in its memory order.
+        at: First element within the piece, ascending.
+        numel: Elements.
+    """
+
+    param: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+    numel: npt.NDArray[np.int64]
+
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """(param, offset, at, numel) of each run."""
+        return zip(*(column.tolist() for column in self), strict=True)
+
+    def of(self, chosen: npt.NDArray[np.bool_]) -> UnitRuns:
+        """The runs that are chosen."""
+        return UnitRuns(
+            self.param[chosen], self.offset[chosen], self.at[chosen], self.numel[chosen]
+        )
 
 
 class Source(Protocol):
@@ -36,6 +70,9 @@ class Source(Protocol):
 
     def read(self, index: int, name: str, offset: int, out: torch.Tensor) -> None:
         """Fill the 1-D tensor `out` from element `offset` of the parameter, in memory order."""
+
+    def read_units(self, name: str, runs: UnitRuns, out: torch.Tensor) -> npt.NDArray[np.bool_]:
+        """Fill `out` with those runs that can be read together; return which those are."""
 
 
 class DictSource:
@@ -56,6 +93,15 @@ class DictSource:
         """Copy a run of elements; see `Source`."""
         value = self._in_memory_order(index, name)
         out.copy_(value[offset : offset + out.numel()])
+
+    def read_units(
+        self,
+        name: str,  # noqa: ARG002
+        runs: UnitRuns,
+        out: torch.Tensor,  # noqa: ARG002
+    ) -> npt.NDArray[np.bool_]:
+        """None: each entry is a tensor of its own."""
+        return np.zeros(len(runs.param), bool)
 
     def _in_memory_order(self, index: int, name: str) -> torch.Tensor:
         if self._ordered is not None and self._ordered[0] == (index, name):
@@ -137,9 +183,9 @@ class _GroupFiller:
             if record in names:
                 made[record] = self._state_filler(record)
         if "master" in records:
-            made["master"] = self._fill_master
+            made["master"] = _in_windows(self._fill_master)
         if "master_low" in records:
-            made["master_low"] = self._fill_low
+            made["master_low"] = _in_windows(self._fill_low)
         if "param" in records:
             made["param"] = self._fill_param
         return made
@@ -148,34 +194,53 @@ class _GroupFiller:
         """Set the parameters that are their own master."""
         if self._packed.bucket.form in (MasterForm.SEPARATE, MasterForm.SPLIT):
             return
-        for index, first, at, count in self._pieces(0, self._packed.numel):
-            del at
+        for start, stop in windows(self._packed.numel):
+            self._set_own_masters(start, stop)
+
+    def _set_own_masters(self, start: int, stop: int) -> None:
+        runs = self._runs(start, stop)
+        if len(runs.param) > _MANY_RUNS:
+            masters = torch.empty(stop - start, dtype=torch.float32)
+            has_master = self._read_masters(start, masters)
+            self._set_parameters(runs.of(has_master), masters)
+            return
+        for index, first, _at, count in runs.rows():
             if self._source.has(index, "master"):
                 target = flat(self._infos[index].param)[first : first + count]
                 self._read_master(index, first, target)
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(parameter, offset in it, position after `start`, numel) of each unit."""
+    def _runs(self, start: int, stop: int) -> UnitRuns:
         units = self._packed.units
         rows = units.slice_of(start, stop)
-        for row in range(rows.start, rows.stop):
-            yield (
-                int(units.param[row]),
-                int(units.offset[row]),
-                int(units.position[row]) - start,
-                int(units.numel[row]),
-            )
+        at = units.position[rows] - start
+        return UnitRuns(units.param[rows], units.offset[rows], at, units.numel[rows])
 
     def _state_filler(self, name: str) -> Filler:
         def fill_state(start: int, out: torch.Tensor) -> None:
-            for index, first, at, count in self._pieces(start, start + out.numel()):
+            runs = self._runs(start, start + out.numel())
+            done = self._source.read_units(name, runs, out)
+            for index, first, at, count in runs.of(~done).rows():
                 part = out[at : at + count]
                 if self._source.has(index, name):
                     self._source.read(index, name, first, part)
                 else:
                     part.zero_()
 
-        return fill_state
+        return _in_windows(fill_state)
+
+    def _read_masters(self, start: int, out: torch.Tensor) -> npt.NDArray[np.bool_]:
+        """Fill `out` with masters, or parameters that have none; return which units have one."""
+        runs = self._runs(start, start + out.numel())
+        has_master = self._source.read_units("master", runs, out)
+        for row in np.flatnonzero(~has_master).tolist():
+            index, first, at, count = (int(column[row]) for column in runs)
+            part = out[at : at + count]
+            if self._source.has(index, "master"):
+                self._source.read(index, "master", first, part)
+                has_master[row] = True
+            else:
+                part.copy_(flat(self._infos[index].param)[first : first + count])
+        return has_master
 
     def _read_master(self, index: int, first: int, target: torch.Tensor) -> torch.Tensor:
         """Read a run of the master, and round it to the parameter's elements `target`."""
@@ -187,28 +252,43 @@ class _GroupFiller:
         target.copy_(master)
         return master
 
+    def _set_parameters(self, runs: UnitRuns, values: torch.Tensor) -> None:
+        """Round values to the parameters' dtype and put them there."""
+        bucket = self._packed.bucket
+        if bucket.device != "cpu":
+            for index, first, at, count in runs.rows():
+                flat(self._infos[index].param)[first : first + count] = values[at : at + count]
+            return
+        rounded, width = values.to(bucket.dtype), np.uint64(bucket.dtype.itemsize)
+        starts = [self._infos[index].param.data_ptr() for index in runs.param.tolist()]
+        source = np.uint64(rounded.data_ptr()) + runs.at.astype(np.uint64) * width
+        target = np.array(starts, np.uint64) + runs.offset.astype(np.uint64) * width
+        kernels.copy_spans(source, target, runs.numel * bucket.dtype.itemsize)
+
     def _fill_master(self, start: int, out: torch.Tensor) -> None:
-        for index, first, at, count in self._pieces(start, start + out.numel()):
-            target = flat(self._infos[index].param)[first : first + count]
-            if self._source.has(index, "master"):
-                out[at : at + count] = self._read_master(index, first, target)
-            else:
-                out[at : at + count] = target
+        has_master = self._read_masters(start, out)
+        self._set_parameters(self._runs(start, start + out.numel()).of(has_master), out)
 
     def _fill_low(self, start: int, out: torch.Tensor) -> None:
-        for index, first, at, count in self._pieces(start, start + out.numel()):
-            low = out[at : at + count]
-            if not self._source.has(index, "master"):
-                low.zero_()
-                continue
-            target = flat(self._infos[index].param)[first : first + count]
-            master = torch.empty(count, dtype=torch.float32)
-            self._source.read(index, "master", first, master)
-            self._masters.split_run(self._packed, start + at, master, target, low)
+        masters = torch.empty(out.numel(), dtype=torch.float32)
+        has_master = self._read_masters(start, masters)
+        high = torch.empty(out.numel(), dtype=self._packed.bucket.dtype)
+        self._masters.split_run(self._packed, start, masters, high, out)
+        self._set_parameters(self._runs(start, start + out.numel()).of(has_master), high)
 
     def _fill_param(self, start: int, out: torch.Tensor) -> None:
-        for index, first, at, count in self._pieces(start, start + out.numel()):
+        for index, first, at, count in self._runs(start, start + out.numel()).rows():
             out[at : at + count] = flat(self._infos[index].param)[first : first + count]
+
+
+def _in_windows(filler: Filler) -> Filler:
+    """Bound what a filler needs besides its output, whatever the size of a chunk."""
+
+    def fill_windows(start: int, out: torch.Tensor) -> None:
+        for lo, hi in windows(out.numel()):
+            filler(start + lo, out[lo:hi])
+
+    return fill_windows
 
 
 def windows(numel: int) -> Iterator[tuple[int, int]]:

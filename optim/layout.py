@@ -357,6 +357,21 @@ class Layout:
                 found.append(Span(key, int(units.offset[lo]), int(units.position[lo]), numel))
         return found
 
+    def all_spans(self) -> dict[int, list[Span]]:
+        """The runs of every parameter that has elements here; as `spans` of each, but at once."""
+        found: dict[int, list[Span]] = {}
+        for key, packed in self.groups.items():
+            units = packed.units
+            first = np.flatnonzero(np.diff(units.param, prepend=-1))
+            numels = np.add.reduceat(units.numel, first)
+            for index, offset, position, numel in zip(
+                *(column[first].tolist() for column in (units.param, units.offset, units.position)),
+                numels.tolist(),
+                strict=True,
+            ):
+                found.setdefault(index, []).append(Span(key, offset, position, numel))
+        return found
+
     def _first_of(self, key: str) -> int:
         return int(self.groups[key].units.param[0])
 

@@ -90,9 +90,8 @@ def survey(root: Path) -> list[Summary]:
 def _summary(folder: Path) -> Summary | None:
     path = folder / FILE_NAME
     try:
-        stat = path.stat()
+        signature = _signature(path)
         seen = _seen.get(path)
-        signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         if seen is not None and seen[0] == signature:
             return seen[1]
         content = json.loads(path.read_bytes())
@@ -104,10 +103,27 @@ def _summary(folder: Path) -> Summary | None:
         summary = Summary(folder, int(content["sequence"]), float(content["saved"]), data)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    _remember(path, signature, summary)
+    return summary
+
+
+def note_written(folder: Path, manifest: CheckpointManifest) -> None:
+    """Take note of a manifest that was just published, so that it need not be read."""
+    path = folder / FILE_NAME
+    summary = Summary(folder, manifest.sequence, manifest.saved, manifest.data)
+    with contextlib.suppress(OSError):
+        _remember(path, _signature(path), summary)
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _remember(path: Path, signature: tuple[int, int, int], summary: Summary) -> None:
     while len(_seen) >= _SEEN_MAX:
         _seen.pop(next(iter(_seen)))
     _seen[path] = (signature, summary)
-    return summary
 
 
 def list_checkpoints(root: Path) -> list[tuple[Path, CheckpointManifest]]:

@@ -67,9 +67,9 @@ def merge_parts(parts: Sequence[Part]) -> Merged:
         merged.files += part.files
         merged.packs += [_shift(pack, first_file) for pack in part.packs]
         for entry in part.parameters:
-            runs = [run._replace(pack=run.pack + first_pack) for run in entry.runs]
-            known = parameters.get(entry.name)
-            parameters[entry.name] = _joined(known, replace(entry, runs=tuple(runs)), rank)
+            mine = _renumbered(entry, first_pack)
+            known = parameters.get(mine.name)
+            parameters[mine.name] = mine if known is None else _joined(known, mine, rank)
     merged.parameters = [_checked(entry) for entry in parameters.values()]
     merged.groups = _merge_groups([part.groups for part in parts])
     if len(parts) > 1:
@@ -78,9 +78,14 @@ def merge_parts(parts: Sequence[Part]) -> Merged:
     return merged
 
 
-def _joined(known: ParameterEntry | None, entry: ParameterEntry, rank: int) -> ParameterEntry:
-    if known is None:
+def _renumbered(entry: ParameterEntry, first_pack: int) -> ParameterEntry:
+    if not first_pack:
         return entry
+    runs = tuple(run._replace(pack=run.pack + first_pack) for run in entry.runs)
+    return replace(entry, runs=runs)
+
+
+def _joined(known: ParameterEntry, entry: ParameterEntry, rank: int) -> ParameterEntry:
     mine = (known.shape, known.order, known.dtype)
     if (entry.shape, entry.order, entry.dtype) != mine:
         raise CheckpointError(
@@ -106,7 +111,7 @@ def _checked(entry: ParameterEntry) -> ParameterEntry:
         raise CheckpointError(
             f"elements {at} to {math.prod(entry.shape)} of parameter {entry.name!r} are on no rank"
         )
-    return replace(entry, runs=runs)
+    return entry if runs == entry.runs else replace(entry, runs=runs)
 
 
 def _merge_groups(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:

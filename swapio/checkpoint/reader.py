@@ -110,18 +110,14 @@ class CheckpointReader:
             CorruptionError: A block is not what was written.
             AioError: A read failed.
         """
+        for pack, position, first, count in self.positions(entry, offset, out.numel()):
+            part = out[first - offset : first - offset + count]
+            self.read_run(pack, record, position, part)
+
+    def read_run(self, pack: int, record: str, position: int, out: torch.Tensor) -> None:
+        """Fill `out` from element `position` of a record of a pack; as `read`."""
         target = out.view(torch.uint8).numpy()
-        width = out.dtype.itemsize
-        done = 0
-        for pack, position, first, count in self._runs(entry, offset, out.numel()):
-            part = target[(first - offset) * width : (first - offset + count) * width]
-            self.read_bytes(pack, record, position * width, part)
-            done += count
-        if done != out.numel():
-            raise CheckpointError(
-                f"the checkpoint has {done} of the elements {offset} to {offset + out.numel()} of "
-                f"{entry.name!r}"
-            )
+        self.read_bytes(pack, record, position * out.dtype.itemsize, target)
 
     def _runs(
         self, entry: ParameterEntry, offset: int, numel: int
@@ -140,13 +136,29 @@ class CheckpointReader:
     def positions(
         self, entry: ParameterEntry, offset: int, numel: int
     ) -> list[tuple[int, int, int, int]]:
-        """Where elements of a parameter are: (pack, position, offset, numel) of each run."""
-        return list(self._runs(entry, offset, numel))
+        """Where elements of a parameter are: (pack, position, offset, numel) of each run.
+
+        Raises:
+            CheckpointError: The checkpoint does not have all of them.
+        """
+        runs = list(self._runs(entry, offset, numel))
+        found = sum(run[3] for run in runs)
+        if found != numel:
+            raise CheckpointError(
+                f"the checkpoint has {found} of the elements {offset} to {offset + numel} of "
+                f"{entry.name!r}"
+            )
+        return runs
 
     def read_bytes(self, pack: int, record: str, start: int, out: _Bytes) -> None:
-        """Fill `out` from byte `start` of a record of a pack; blocks."""
+        """Fill `out` from byte `start` of a record of a pack; blocks. Raises as `read`."""
         entry = self.manifest.packs[pack].records[record]
         end = start + len(out)
+        if end > entry.nbytes:
+            raise CorruptionError(
+                f"checkpoint {self.folder}: {record!r} in pack {pack} has {entry.nbytes} bytes, "
+                f"and a parameter lies at {start} to {end}"
+            )
         while start < end:
             index = start // WINDOW_BYTES
             window = self._window(pack, record, entry, index)

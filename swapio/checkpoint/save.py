@@ -30,6 +30,7 @@ from swapio.checkpoint.folders import (
     check_tag,
     is_named,
     new_token,
+    note_written,
     remove_checkpoint,
     remove_stale,
     survey,
@@ -385,6 +386,7 @@ class _Saver:
             if not is_named(folder.path):
                 raise
             self._late_error = error  # after the rename: what it names must stay
+        note_written(self._handle.path, manifest)
         folder.close()
         for name in before:
             DataFolder(self._handle.path, name.removeprefix("data-"), is_creator=False).remove()
