@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from swapio.errors import ConfigError
@@ -18,6 +19,7 @@ from swapio.optim import kernels
 from swapio.optim.base import SwapOptimizer, SwapSetting
 from swapio.optim.context import Elsewhere, StepContext
 from swapio.optim.layout import Bucket, MasterForm, PackedGroup
+from swapio.optim.speculation_undo import EarlyCall, results_of
 from swapio.optim.unit_cut import RecordAt, UnitCut
 from swapio.views import Chunk
 
@@ -48,6 +50,43 @@ class AdamRuleMixin(SwapOptimizer):
     def _adam_call(
         self, packed: PackedGroup, chunk: Chunk, step: StepContext, cut: UnitCut, dtype: torch.dtype
     ) -> None:
+        bucket, to = packed.bucket, step.elsewhere
+        # There is no kernel with an fp32 copy of an fp32 master: it is copied after the pass.
+        is_copied = bucket.form is MasterForm.SEPARATE and bucket.dtype is torch.float32
+        spans = self._spans(packed, chunk, step, cut, dtype)
+        if to is not None:
+            self._redirect(spans, packed, cut, to)
+        split = bucket.form is MasterForm.SPLIT
+        form = self._form(bucket.form, bucket.dtype, dtype)
+        ties = kernels.adam_step_spans(
+            form,
+            spans,
+            step.hypers,
+            grad_scale=step.scale,
+            ties=self._masters.ties_of(packed, chunk.start, chunk.stop) if split else None,
+            seed=self._num_steps,
+            threads=step.threads,
+        )
+        if to is not None and to.calls is not None:
+            plain = self._form(bucket.form, bucket.dtype, dtype, has_out=False)
+            done, bounds = results_of(spans), (chunk.start, chunk.stop)
+            call = EarlyCall(form, plain, done, step.hypers, ties, cut, bounds, is_copied)
+            to.calls.append(call)
+        if is_copied:
+            source = "param" if to is None or to.chunk is None else "param_to"
+            target = cut.of_parameters(step.param_address) if to is None else spans["out"]
+            kernels.copy_spans(spans[source], target, cut.numel * 4)
+        if ties is None:  # only a split master has them
+            return
+        if to is None:
+            self._masters.replace_ties(packed, cut, ties, chunk)
+        else:
+            to.ties.append((cut.row_numbers(), ties))
+
+    def _spans(
+        self, packed: PackedGroup, chunk: Chunk, step: StepContext, cut: UnitCut, dtype: torch.dtype
+    ) -> Any:
+        """The spans of a call that updates in place."""
         bucket = packed.bucket
         records = [
             RecordAt(name, record_dtype.itemsize, chunk.address(name))
@@ -58,41 +97,22 @@ class AdamRuleMixin(SwapOptimizer):
         elif bucket.form is MasterForm.SPLIT:
             records.append(RecordAt("low", 2, chunk.address("master_low")))
         spans = cut.spans(records, step.gradients.address, dtype.itemsize)
-        model = cut.of_parameters(step.param_address)
-        # There is no kernel with an fp32 copy of an fp32 master: it is copied after the pass.
-        is_copied = bucket.form is MasterForm.SEPARATE and bucket.dtype is torch.float32
-        if not is_copied:
-            spans["out" if bucket.form is MasterForm.SEPARATE else "param"] = model
+        if bucket.form is not MasterForm.SEPARATE:
+            spans["param"] = cut.of_parameters(step.param_address)
+        elif bucket.dtype is not torch.float32:
+            spans["out"] = cut.of_parameters(step.param_address)
         spans["hyper"] = step.hyper_index[cut.param]
         if bucket.form is MasterForm.NONE:  # which noise an element gets depends on no sub-group
             spans["position"] = self._table.first_element[cut.param] + cut.offset
-        if step.elsewhere is not None:
-            self._redirect(spans, packed, cut, step.elsewhere)
-        split = bucket.form is MasterForm.SPLIT
-        ties = kernels.adam_step_spans(
-            self._form(bucket.form, bucket.dtype, dtype),
-            spans,
-            step.hypers,
-            grad_scale=step.scale,
-            ties=self._masters.ties_of(packed, chunk.start, chunk.stop) if split else None,
-            seed=self._num_steps,
-            threads=step.threads,
-        )
-        if is_copied and step.elsewhere is None:
-            kernels.copy_spans(spans["param"], model, cut.numel * 4)
-        elif is_copied and step.elsewhere is not None:
-            master = "param" if step.elsewhere.chunk is None else "param_to"
-            kernels.copy_spans(spans[master], spans["out"], cut.numel * 4)
-        if ties is not None and step.elsewhere is None:  # only a split master has them
-            self._masters.replace_ties(packed, cut, ties, chunk)
-        elif ties is not None and step.elsewhere is not None:
-            step.elsewhere.ties.append((cut.row_numbers(), ties))
+        return spans
 
     def _redirect(self, spans: Any, packed: PackedGroup, cut: UnitCut, to: Elsewhere) -> None:
         """Have the results of a call written elsewhere; the sources stay as they are."""
         bucket = packed.bucket
         weights = to.weights[cut.param] + cut.model_offset
         spans["out" if bucket.form is MasterForm.SEPARATE else "param_to"] = weights
+        if to.low:
+            spans["low_to"] = cut.position.astype(np.uint64) * np.uint64(2) + np.uint64(to.low)
         if to.chunk is None:
             return
         place = cut.position - to.chunk.start
@@ -131,8 +151,12 @@ class AdamRuleMixin(SwapOptimizer):
                 f"{self.config.stochastic_rounding} there is no update kernel. {error}"
             ) from error
 
-    def _form(self, form: MasterForm, param: torch.dtype, grad: torch.dtype) -> int:
+    def _form(
+        self, form: MasterForm, param: torch.dtype, grad: torch.dtype, *, has_out: bool = True
+    ) -> int:
         state = _DTYPES[self.config.state_dtype]
+        if form is MasterForm.SEPARATE and not has_out:
+            param = torch.float32
         return _form_code(form, param, grad, state, self.config.stochastic_rounding)
 
 
@@ -171,7 +195,7 @@ class AdamW(AdamRuleMixin):
         max_grad_norm: Clip the global gradient norm inside the step (no extra pass over p.grad).
         gradients: "keep" or "stream"; see SwapOptimizer.
         speculate: Step sub-groups during backward: False, "adaptive" or "always".
-        undo: How early steps are undone: "exact".
+        undo: How early steps are undone: "exact", or "algebraic": to rounding, with less memory.
         ratio: Share of the state that is kept off the device: 1.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").

@@ -60,7 +60,7 @@ class SwapOptimizer(EarlySteps):
             during backward and frees it, and is implied by `speculate`.
         speculate: Step sub-groups during backward: "always", "adaptive" (where that is faster), or
             False.
-        undo: How early steps are undone; "exact".
+        undo: How early steps are undone: "exact", or "algebraic", which needs less memory.
         ratio: Share of the state that is kept off the device; 1.
         nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
             is "skip" with `max_grad_norm` or a loss scale, else "propagate" as in torch.
@@ -87,7 +87,7 @@ class SwapOptimizer(EarlySteps):
     ) -> None:
         gradients = "stream" if speculate and gradients == "keep" else gradients
         check_mode(speculate, gradients, undo, ratio)
-        self.speculate = speculate
+        self.speculate, self.undo = speculate, undo
         self._begin_registration(_checked_config(SwapConfig.coerce(swap), gradients))
         self._closed = False
         self._pid = os.getpid()

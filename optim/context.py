@@ -14,6 +14,7 @@ import torch
 from swapio.optim import kernels
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import PackedGroup
+from swapio.optim.speculation_undo import EarlyCall
 from swapio.optim.unit_cut import UnitCut
 from swapio.views import Chunk
 
@@ -34,11 +35,15 @@ class Elsewhere:
         chunk: The same elements of the records, in other memory; None for the state in place.
         weights: Address that element 0 of each parameter would have where new weights go (uint64).
         ties: Collects (units, their new ties) of a split master.
+        low: Address of the sub-group's first element where new lower halves go; 0: with the state.
+        calls: Collects what is done to the state in place; None where it need not be taken back.
     """
 
     chunk: Chunk | None
     weights: npt.NDArray[np.uint64]
     ties: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]] = field(default_factory=list)
+    low: int = 0
+    calls: list[EarlyCall] | None = None
 
 
 class StepContext:

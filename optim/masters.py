@@ -119,6 +119,16 @@ class Masters:
         """Digests of units whose weights lie at other addresses; None where none are kept."""
         return _hash(_cut_of(packed, rows), weights) if self._has_digest(packed) else None
 
+    def digests_of_own(
+        self, packed: PackedGroup, rows: Rows, step: StepContext
+    ) -> npt.NDArray[np.uint64] | None:
+        """Digests, as of now, of parameters that are their own masters; None for others.
+
+        For them a change is no matter but between an early step and the step proper.
+        """
+        own = packed.bucket.form in (MasterForm.PARAM, MasterForm.NONE)
+        return _hash(_cut_of(packed, rows), step.param_address) if own else None
+
     def adopt_digests(
         self, packed: PackedGroup, rows: Rows, digests: npt.NDArray[np.uint64]
     ) -> None:

@@ -93,7 +93,7 @@ class Muon(ShardedMuonMixin):
             the momentum. What Muon does hardly depends on it; the AdamW groups are clipped.
         gradients: "keep" or "stream"; see SwapOptimizer.
         speculate: Step sub-groups during backward: False, "adaptive" or "always".
-        undo: How early steps are undone: "exact".
+        undo: How early steps are undone: "exact", or "algebraic": to rounding, with less memory.
         ratio: Share of the state that is kept off the device: 1.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").

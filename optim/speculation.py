@@ -3,14 +3,16 @@
 
     hook: all gradients of a sub-group have arrived -> worker thread: step into an image
     step(): the norm is known -> keep the image | drop it, and step with the right factor
+                                 (undo="algebraic": rescale it to the right factor)
 
 An early step assumes that no clipping will come, that every gradient is finite, and that nobody
 changes a hyperparameter. step() compares all that it assumed with what is so, bit for bit.
 
 Invariants:
-- an early step writes to memory of its own only: parameters, state, ties, digests and counts are
+- an early step writes to memory of its own: parameters, state, ties, digests and counts are
   as before until step() keeps it;
-- dropping it is exact, and stepping again gives what a run without early steps gives;
+- dropping it is exact, and stepping again gives what a run without early steps gives (but for
+  what `undo="algebraic"` steps in place: see speculation_undo);
 - the worker is idle whenever the optimizer does anything but backward.
 """
 
@@ -31,6 +33,7 @@ from swapio.optim.layout import MUON_RULE, Layout, PackedGroup
 from swapio.optim.speculation_stats import SpeculationStats
 from swapio.optim.speculation_steps import EarlyOwner, EarlyStep, EarlyStepper
 from swapio.optim.speculation_switching import QUICK_SWITCHES
+from swapio.optim.speculation_undo import FAR_RATIO
 from swapio.optim.stream_ranges import profiled
 from swapio.optim.stream_source import GradientSource
 
@@ -168,8 +171,13 @@ class Speculation:
 
     def _is_foreign(self, one: EarlyStep, step: StepContext) -> bool:
         """Whether somebody else wrote to a parameter on the host, also through `.data`."""
-        masters = self._owner._masters
-        return one.packed.bucket.device == "cpu" and masters.is_changed(one.packed, one.rows, step)
+        masters, packed, rows = self._owner._masters, one.packed, one.rows
+        if packed.bucket.device != "cpu":
+            return False
+        own = masters.digests_of_own(packed, rows, step)
+        if own is not None:
+            return one.own is None or not np.array_equal(one.own, own)
+        return masters.is_changed(packed, rows, step)
 
     # -- on the worker -----------------------------------------------------------------------
 
@@ -281,7 +289,12 @@ class Speculation:
             one = early.pop(key)
             params = self._params(one.packed)
             untouched = one.stamps == self._stamps(params) and not self._is_foreign(one, step)
-            if untouched and one.fits(step, params):
+            fits = untouched and one.fits(step, params)
+            if fits and one.context.scale != step.scale and one.calls:
+                self.stats.num_far_rescaled += step.scale < FAR_RATIO * one.context.scale
+                self._stepper.rescale(one, step.scale)
+                self.stats.num_rescaled += 1
+            if fits and one.context.scale == step.scale:
                 kept.append(one)
             else:
                 self._stepper.drop(one)

@@ -19,8 +19,10 @@ import torch
 from swapio.align import PAGE_BYTES, round_up
 from swapio.buffers import BufferPool, Lease
 from swapio.errors import PoolExhaustedError
-from swapio.optim.layout import PackedGroup
+from swapio.optim.layout import MasterForm, PackedGroup
 from swapio.subgroup import Placement, RecordBuffer
+
+_ALIGNMENT = 64
 
 
 class Image:
@@ -28,7 +30,8 @@ class Image:
 
     Attributes:
         state: The new state; None where it was written in place.
-        weights: The new weights of parameters on the host, by position in the sub-group.
+        weights: The new weights of parameters on the host, by position in the sub-group; beyond
+            `low_offset` the lower halves of split masters whose moments were written in place.
     """
 
     __slots__ = ("state", "weights")
@@ -110,11 +113,33 @@ class Images:
         self._pool.close(force=True)
 
 
-def image_bytes(packed: PackedGroup, state_bytes: int) -> int:
-    """Bytes of one image: the state, and the weights of parameters on the host."""
-    on_host = packed.bucket.device == "cpu"
-    weights = round_up(packed.numel * packed.bucket.dtype.itemsize, PAGE_BYTES) if on_host else 0
-    return state_bytes + weights
+def weight_bytes(packed: PackedGroup, *, in_place: bool) -> int:
+    """Bytes of what an image holds beside the state: weights of parameters on the host.
+
+    Args:
+        packed: The sub-group.
+        in_place: Its state is stepped in place: new lower halves of split masters lie here too.
+    """
+    if packed.bucket.device != "cpu":
+        return 0
+    nbytes = packed.numel * packed.bucket.dtype.itemsize
+    return low_offset(packed) + nbytes if in_place and is_split(packed) else nbytes
+
+
+def low_offset(packed: PackedGroup) -> int:
+    """Where lower halves begin, in bytes after the first weight of an image."""
+    return round_up(packed.numel * packed.bucket.dtype.itemsize, _ALIGNMENT)
+
+
+def is_split(packed: PackedGroup) -> bool:
+    """Whether the parameters are the upper halves of their masters."""
+    return packed.bucket.form is MasterForm.SPLIT
+
+
+def image_bytes(packed: PackedGroup, state_bytes: int, *, in_place: bool) -> int:
+    """Bytes of one image; `state_bytes` of them for the state, unless that is stepped in place."""
+    weights = round_up(weight_bytes(packed, in_place=in_place), PAGE_BYTES)
+    return weights if in_place else state_bytes + weights
 
 
 class DeviceImages:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from swapio.align import PAGE_BYTES, placed_bytes
 from swapio.errors import ConfigError
@@ -23,6 +24,7 @@ from swapio.optim.speculation import Speculation
 from swapio.optim.speculation_images import DeviceImages, Images, image_bytes
 from swapio.optim.speculation_policy import Policy
 from swapio.optim.speculation_steps import EarlyStep, EarlyStepper
+from swapio.optim.speculation_undo import has_rollback
 from swapio.optim.stream_open import (
     device_of,
     grow_ways,
@@ -47,6 +49,7 @@ class EarlySteps(Durable):
 
     gradients: str
     speculate: str | bool
+    undo: str
     _source: GradientSource
     _weights: DeviceWeights | None = None
     _early: Speculation | None = None
@@ -83,6 +86,15 @@ class EarlySteps(Durable):
         all_swapped = len(swapper.swapped_records(packed.key)) == len(swapper.records(packed.key))
         return isinstance(swapper, ProvisionalSwapper) and all_swapped
 
+    def steps_in_place(self, packed: PackedGroup) -> bool:
+        """Whether early steps of a sub-group in RAM write to its state, and are rolled back."""
+        if self.undo != "algebraic":
+            return False
+        if self.config.paths and self.config.durability != "checkpoint":
+            return False  # the parameter is a record too, which nothing would roll back
+        widths = self.state_records(packed.bucket.rule)
+        return has_rollback(packed.bucket, widths.get("exp_avg", torch.bfloat16))
+
     # -- memory ------------------------------------------------------------------------------
 
     def scratch_bytes(self, groups: Iterable[PackedGroup]) -> int:
@@ -99,7 +111,10 @@ class EarlySteps(Durable):
         early = [p for p in self._layout.groups.values() if p.bucket.rule != MUON_RULE]
         if not self.speculate:
             return 0
-        wanted = sum(image_bytes(packed, self._state_bytes(packed)) for packed in early)
+        wanted = sum(
+            image_bytes(packed, self._state_bytes(packed), in_place=self.steps_in_place(packed))
+            for packed in early
+        )
         if self.config.paths:
             return min(wanted, self.config.resolve_host_memory() // _IMAGES_SHARE)
         if self.config.host_memory == "auto":

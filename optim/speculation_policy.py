@@ -16,6 +16,7 @@ from __future__ import annotations
 from swapio.errors import ConfigError
 
 MODES = (False, "adaptive", "always")
+UNDOS = ("exact", "algebraic")
 
 _WINDOW = 3  # iterations that are timed for one side
 _WORTH = 0.98  # on must take at most this share of off
@@ -104,11 +105,8 @@ def check_mode(speculate: object, gradients: str, undo: str, ratio: float) -> No
     """Raise ConfigError unless the arguments of an optimizer fit together."""
     if speculate not in MODES:
         raise ConfigError(f"speculate={speculate!r} is none of False, 'adaptive', 'always'")
-    if undo != "exact":
-        raise ConfigError(
-            f"undo={undo!r}: early steps are undone exactly, by dropping what they wrote; leave it "
-            "at 'exact'"
-        )
+    if undo not in UNDOS:
+        raise ConfigError(f"undo={undo!r} is neither 'exact' nor 'algebraic'")
     if ratio != 1.0:
         raise ConfigError(
             f"ratio={ratio!r}: state that stays on the device is not supported; set it to 1.0, or "

@@ -13,6 +13,8 @@ class SpeculationStats:
     Attributes:
         num_early: Early steps of sub-groups.
         num_kept: Of those, how many counted.
+        num_rescaled: Of the kept ones, those that were turned into steps with another factor.
+        num_far_rescaled: Of those, how many by less than 1/32, where the second moment loses bits.
         num_redone: Done again, with another factor or hyperparameter.
         num_undone: Dropped: a skipped step, a gradient that came afterwards, a look at the state.
         num_late: Sub-groups that were stepped within step().
@@ -24,6 +26,8 @@ class SpeculationStats:
     def __init__(self) -> None:
         self.num_early = 0
         self.num_kept = 0
+        self.num_rescaled = 0
+        self.num_far_rescaled = 0
         self.num_redone = 0
         self.num_undone = 0
         self.num_late = 0

@@ -170,6 +170,40 @@ def test_the_way_over_a_device_changes_no_bit(request, tmp_path, gradients, dtyp
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.usefixtures("on_fake_device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_early_steps_in_place_are_rescaled_for_a_device(dtype, clipped):
+    """undo="algebraic": the rescaled weights are sent up to where the first ones waited."""
+    found = []
+    for how in ({"gradients": "stream"}, {"speculate": "always", "undo": "algebraic"}):
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (70_000, 9)
+        ]
+        swap = {"master": "separate", "sub_group_numel": 1 << 15}
+        with AdamW(params, lr=1e-2, max_grad_norm=1e9, swap=swap, **how) as opt:
+            for _ in range(4):
+                for param in params:
+                    factor = torch.randn(param.shape, generator=generator).to(dtype)
+                    (param * factor).sum().backward()
+                wait(opt)
+                if clipped:
+                    opt.clip_grad_norm_(float(opt.clip_grad_norm_(1e9)) / 3)
+                opt.step()
+            stats = opt.stats()
+            found.append([p.detach().clone() for p in params])
+            found[-1] += [value for p in params for value in opt.state_of(p).values()]
+    assert stats["speculation_num_kept"] == stats["speculation_num_early"] > 4
+    assert (stats["speculation_num_rescaled"] > 4) == clipped
+    for mine, theirs in zip(*found, strict=True):
+        if clipped:
+            rtol = 2.0**-7 if mine.dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-7)
+        else:
+            assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("durability", ["checkpoint", "step"])
 def test_split_masters_are_joined_with_what_comes_down(on_fake_device, tmp_path, durability):
     """Bit for bit as on the CPU; and what somebody else does to the parameter is noticed."""

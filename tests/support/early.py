@@ -61,7 +61,10 @@ class Run:
         )
         self.skipped, self.norms = [], []
 
-    def train(self, *, steps=12, accumulation=1, scaler=None, use_reentrant=None, before=None):
+    def train(
+        self, *, steps=12, accumulation=1, scaler=None, use_reentrant=None, before=None, after=None
+    ):
+        """`before` is called before each forward, `after` when all early steps were taken."""
         opt = self.opt
         with opt:
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=steps)
@@ -72,11 +75,10 @@ class Run:
                     if "betas" in group:
                         group["betas"] = (0.85 + 0.01 * step, 0.99)
                 for micro in range(accumulation):
-                    loss = self.model(batch(step * 8 + micro), use_reentrant)
-                    if getattr(self, "poison", None) == step:
-                        loss = loss + (self.model.wide.bias * float("inf")).sum()
-                    (loss if scaler is None else scaler.scale(loss)).backward()
+                    self.go_back(step, micro, scaler, use_reentrant)
                 wait(opt)
+                if after is not None:
+                    after(step, self)
                 if scaler is None:
                     opt.step()
                 else:
@@ -92,6 +94,12 @@ class Run:
                     self.found[f"{name}:{key}"] = value.clone()
             self.stats = opt.stats()
         return self
+
+    def go_back(self, step, micro=0, scaler=None, use_reentrant=None):
+        loss = self.model(batch(step * 8 + micro), use_reentrant)
+        if getattr(self, "poison", None) == step:
+            loss = loss + (self.model.wide.bias * float("inf")).sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
 
 def check_equal(early, plain):
