@@ -250,6 +250,9 @@ class Speculation:
             early = None if failed is not None else future.result()
             error = error or failed
             if early is not None:
+                # Before the step announces what it is about to write itself.
+                params = self._params(early.packed)
+                early.is_touched = early.stamps != self._stamps(params)
                 found[key] = early
         if error is not None:
             self.drop(found)
@@ -288,7 +291,7 @@ class Speculation:
         for key in list(early):
             one = early.pop(key)
             params = self._params(one.packed)
-            untouched = one.stamps == self._stamps(params) and not self._is_foreign(one, step)
+            untouched = not one.is_touched and not self._is_foreign(one, step)
             fits = untouched and one.fits(step, params)
             if fits and one.context.scale != step.scale and one.calls:
                 self.stats.num_far_rescaled += step.scale < FAR_RATIO * one.context.scale

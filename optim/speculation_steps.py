@@ -78,6 +78,7 @@ class EarlyStep:
     own: npt.NDArray[np.uint64] | None = None
     weights: npt.NDArray[np.uint64] | None = None
     stamps: list[Stamp] = field(default_factory=list)
+    is_touched: bool = False  # somebody else wrote to a parameter before step()
     calls: list[EarlyCall] | None = None
 
     def fits(self, step: StepContext, params: npt.NDArray[np.int64]) -> bool:
