@@ -72,8 +72,8 @@ class CpuClock:
         from swapio.optim import kernels
 
         checksum._hash_blocks = self._timed(checksum._hash_blocks, "checksums")
-        for name in ("adam_step_spans", "hash_spans"):
-            setattr(kernels, name, self._timed(getattr(kernels, name), "update"))
+        checksum._hash_spans = self._timed(checksum._hash_spans, "update")
+        kernels.adam_step_spans = self._timed(kernels.adam_step_spans, "update")
 
     def _timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
