@@ -405,6 +405,7 @@ class FileStore(SwapStore):
         slot.is_target = sub_group.has_transaction = True
         if slot is not sub_group.live:
             slot.bad.clear()
+            slot.left_out.clear()
             slot.generation = -1
         return slot
 
@@ -433,6 +434,11 @@ def _holdable(sub_group: SubGroup) -> Slot:
         raise SwapStateError(
             f"sub-group {sub_group.key!r} is being written in place; seal or abort its "
             "transaction first"
+        )
+    if slot.left_out:
+        raise SwapStateError(
+            f"sub-group {sub_group.key!r} cannot be held: newer bytes of {len(slot.left_out)} of "
+            "its blocks are in memory only; flush the swapper first"
         )
     if slot.bad or slot.has_failed:
         raise SwapStateError(

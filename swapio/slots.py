@@ -52,6 +52,7 @@ class Slot:
         links: The names that checkpoints of this run gave to one of its files; empty when it is
             linked by an earlier run, of which only the number of names is known.
         bad: Why a block cannot be read, by block number; the error is raised to a reader.
+        left_out: Blocks that only a caller's memory has; see `WriteTransaction.leave_out`.
         has_failed: A write to it failed since it was last sealed: other slots are preferred.
         is_target: The open transaction, or a seal on its way, writes it.
     """
@@ -68,6 +69,7 @@ class Slot:
     is_linked: bool = False
     links: list[Path] = field(default_factory=list)
     bad: dict[int, BaseException] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
     has_failed: bool = False
     is_target: bool = False
 

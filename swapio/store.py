@@ -197,6 +197,15 @@ class WriteTransaction(abc.ABC):
         """
 
     @abc.abstractmethod
+    def leave_out(self, pieces: Sequence[Piece]) -> None:
+        """Say that newer bytes of these blocks are in memory, and will be written later.
+
+        If the target is another slot than the LIVE one, they are not copied there. Until they are
+        written a read of them raises SwapStateError, and the sub-group cannot be held. Not for a
+        transaction that is going to be committed.
+        """
+
+    @abc.abstractmethod
     def seal(self, meta: bytes = b"") -> TransferFuture:
         """Make the content LIVE once all is written; blocks never written keep their content.
 

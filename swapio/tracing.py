@@ -277,6 +277,10 @@ class TracedTransaction(WriteTransaction):
         )
         return self._store._watched("write", self.key, future)
 
+    def leave_out(self, pieces: Sequence[Piece]) -> None:
+        """Leave blocks for later; see `WriteTransaction.leave_out`."""
+        self._inner.leave_out(pieces)
+
     def seal(self, meta: bytes = b"") -> TransferFuture:
         """Seal; see `WriteTransaction.seal`."""
         return self._store._watched("seal", self.key, self._inner.seal(meta))

@@ -2,7 +2,8 @@
 """The write transaction of a sub-group: write, then seal or abort.
 
     begin_write -> write ... write -> seal:  wait for the writes
-                                             carry unwritten blocks from the LIVE slot
+                                             carry unwritten blocks from the LIVE slot, except
+                                               those that are left out
                                              write the slot table
                                              the target becomes LIVE
                                    -> abort: wait for the writes; the LIVE slot stays
@@ -93,6 +94,7 @@ class FileTransaction(WriteTransaction):
         self._is_open = True
         self._transfers: list[WriteTransfer] = []
         self._is_written = np.zeros(sub_group.layout.num_blocks, dtype=np.bool_)
+        self._is_left_out = np.zeros_like(self._is_written)
 
     def write(self, pieces: Sequence[Piece], *, owner: object = None) -> TransferFuture:
         """Hash and start to write blocks; see `WriteTransaction.write`."""
@@ -118,6 +120,13 @@ class FileTransaction(WriteTransaction):
                 for first, end in blocks
             ):
                 transfer.exception()
+
+    def leave_out(self, pieces: Sequence[Piece]) -> None:
+        """Leave blocks for later; see `WriteTransaction.leave_out`."""
+        self._require_open()
+        if not self.is_in_place:
+            for first, end in self._shared.mover.blocks(self._sub_group, self._slot, pieces):
+                self._is_left_out[first:end] = True
 
     def seal(self, meta: bytes = b"") -> TransferFuture:
         """Make the content LIVE; see `WriteTransaction.seal`.
@@ -165,6 +174,7 @@ class FileTransaction(WriteTransaction):
         try:
             self._wait_for_writes()
             if self._slot is not self._sub_group.live:
+                self._leave_out_the_same()
                 self._carry_unwritten()
             table_hash = self._write_table()
         except Exception as error:
@@ -180,6 +190,7 @@ class FileTransaction(WriteTransaction):
             slot.table_hash = table_hash
             slot.meta = self._meta
             slot.is_target = slot.has_failed = False
+            slot.left_out.update(np.flatnonzero(self._is_left_out).tolist())
             self._sub_group.live = slot
             self._sub_group.failure = None
             self._sub_group.pending_slot = None
@@ -203,8 +214,14 @@ class FileTransaction(WriteTransaction):
                 )
             raise first
 
+    def _leave_out_the_same(self) -> None:
+        live = self._sub_group.live
+        if live is not None and live.left_out:
+            self._is_left_out[sorted(live.left_out)] = True
+        self._is_left_out &= ~self._is_written
+
     def _carry_unwritten(self) -> None:
-        if self._is_written.all():
+        if (self._is_written | self._is_left_out).all():
             return
         with self._shared.scratch.borrow(SCRATCH_BYTES) as lease:
             if self._sub_group.live is None:
@@ -225,7 +242,8 @@ class FileTransaction(WriteTransaction):
         step = SCRATCH_BYTES // BLOCK_BYTES
         for place in self._sub_group.layout.places.values():
             count = -(-place.nbytes // BLOCK_BYTES)
-            missing = ~self._is_written[place.first_block : place.first_block + count]
+            blocks = slice(place.first_block, place.first_block + count)
+            missing = ~(self._is_written[blocks] | self._is_left_out[blocks])
             block = 0
             while block < count:
                 if not missing[block]:

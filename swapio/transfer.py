@@ -111,13 +111,14 @@ class WriteTransfer(TransferFuture):
             if self._is_noted:
                 return
             self._is_noted = True
-            bad = self._slot.bad
+            bad, left_out = self._slot.bad, self._slot.left_out
             if error is not None:
                 self._slot.has_failed = True
                 for first, end in self.blocks:
                     bad.update(dict.fromkeys(range(first, end), error))
-            elif bad:
+            elif bad or left_out:
                 for first, end in self.blocks:
+                    left_out.difference_update(range(first, end))
                     for block in range(first, end):
                         bad.pop(block, None)
 
@@ -151,7 +152,7 @@ class Mover:
         requests, blocks = _plan(sub_group, slot, pieces, OP_READ)
         if settle is not None:
             settle(blocks)
-        if slot.bad:
+        if slot.bad or slot.left_out:
             _raise_if_bad(sub_group, slot, blocks)
         spans = _Spans(self, sub_group, slot, pieces)
         expected = None
@@ -177,6 +178,10 @@ class Mover:
                 slot.hashes[first:end] = hashes[position : position + end - first]
                 position += end - first
         return WriteTransfer(PersistentIO(self.engine, requests, owner), slot, blocks, nbytes)
+
+    def blocks(self, sub_group: SubGroup, slot: Slot, pieces: Sequence[Piece]) -> list[_BlockRange]:
+        """The ranges of blocks that pieces are."""
+        return _plan(sub_group, slot, pieces, OP_WRITE)[1]
 
     def hash(self, pieces: Sequence[Piece]) -> Hashes:
         """Return the checksums of the blocks of pieces, in order, and count the time."""
@@ -285,6 +290,11 @@ def _bad_piece(sub_group: SubGroup, place: RecordPlace | None, piece: Piece) -> 
 def _raise_if_bad(sub_group: SubGroup, slot: Slot, blocks: list[_BlockRange]) -> None:
     for first, end in blocks:
         for block in range(first, end):
+            if block in slot.left_out:
+                raise SwapStateError(
+                    f"sub-group {sub_group.key!r}: the newest bytes of block {block} are in memory "
+                    "and were not written yet"
+                )
             error = slot.bad.get(block)
             if error is not None:
                 raise SwapStateError(

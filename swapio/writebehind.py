@@ -150,17 +150,22 @@ class WriteBehind(PartitionedSwapper):
     def _end_transaction(self, key: str) -> None:
         """Seal the sub-group's transaction once all its writes are submitted; does not block.
 
-        Into another slot than the LIVE one kept chunks are written too: what is missing there the
-        store would have to copy from the LIVE slot.
+        Into another slot than the LIVE one the store copies what is missing there. Not so what is
+        kept in RAM for the next sweep: it is newer, and is left out until it is written, unless
+        this transaction is about to be committed.
         """
         if key not in self._open:
             return
         self._ending.add(key)
         if not self._open[key].is_in_place:
             for item in self._cache.of_key(key):
-                if item.state is ItemState.DIRTY and item not in self._queued:
+                if item.state is not ItemState.DIRTY or item in self._queued:
+                    continue
+                if self._writes_through:
                     item.keep = True
                     self._queued.append(item)
+                else:
+                    self._open[key].leave_out(item.buffer.pieces(item.dirty))
         if any(item.id[0] == key for item in self._queued):
             return
         self._ending.discard(key)

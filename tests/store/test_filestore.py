@@ -132,6 +132,61 @@ def test_abort_in_place_poisons_what_was_overwritten(make_store):
     np.testing.assert_array_equal(read(store, "g", "x", MIB), old[:MIB])
 
 
+def test_what_is_left_out_is_neither_copied_nor_read_nor_held_until_it_is_written(make_store):
+    store = make_store()
+    store.add("g", layouts(x=3 * MIB, y=5))
+    store.allocate()
+    old, new = random_bytes(3 * MIB, 1), random_bytes(3 * MIB, 2)
+    write(store, "g", 1, {"x": old, "y": old[:5]})
+    hold = store.hold()
+
+    def left_out(generation, block):
+        transaction = store.begin_write("g", generation)
+        transaction.leave_out([piece("x", new[MIB : 2 * MIB], MIB)])
+        at = slice(block * MIB, (block + 1) * MIB)
+        transaction.write([piece("x", new[at], at.start)], owner=new)
+        transaction.seal().result()
+
+    before = store.stats()
+    left_out(2, 0)
+    after = store.stats()
+    assert after.bytes_written - before.bytes_written == MIB
+    assert after.bytes_copied - before.bytes_copied == MIB + 5
+    with pytest.raises(SwapStateError, match="in memory and were not written"):
+        read(store, "g", "x", MIB, MIB)
+    with pytest.raises(SwapStateError, match="in memory only; flush"):
+        store.hold()
+    left_out(3, 2)  # in place now: nothing is lost that was there
+    assert store.stats().bytes_copied == after.bytes_copied
+    with pytest.raises(SwapStateError, match="in memory and were not written"):
+        read(store, "g", "x", MIB, MIB)
+    np.testing.assert_array_equal(read(hold, "g", "x", 3 * MIB), old)
+    write(store, "g", 4, {"x": (MIB, new[MIB : 2 * MIB])})
+    np.testing.assert_array_equal(read(store, "g", "x", 3 * MIB), new)
+    np.testing.assert_array_equal(read(store, "g", "y", 5), old[:5])
+    store.hold().release()
+
+
+def test_what_was_left_out_stays_so_in_the_next_slot(make_store):
+    store = make_store()
+    store.add("g", layouts(x=2 * MIB))
+    store.allocate()
+    old, new = random_bytes(2 * MIB, 1), random_bytes(2 * MIB, 2)
+    write(store, "g", 1, {"x": old})
+    with store.hold():
+        transaction = store.begin_write("g", 2)
+        transaction.leave_out([piece("x", new[:MIB])])
+        transaction.seal().result()
+    second = store.locate("g").slot_index
+    store._catalog.sub_groups["g"].live.has_failed = True  # another one is preferred
+    write(store, "g", 3, {"x": (MIB, new[MIB:])})
+    assert store.locate("g").slot_index != second
+    with pytest.raises(SwapStateError, match="in memory and were not written"):
+        read(store, "g", "x", MIB)
+    write(store, "g", 4, {"x": new[:MIB]})
+    np.testing.assert_array_equal(read(store, "g", "x", 2 * MIB), new)
+
+
 def test_verbs_that_do_not_fit(make_store):
     store = make_store()
     store.add("g", layouts(x=2 * MIB + 7), meta_bytes=2)

@@ -137,6 +137,9 @@ class FaultyTransaction(WriteTransaction):
             self._torn.append((record, start, length))
         return FaultyFuture(self._inner.write(pieces, owner=owner), faults, error)
 
+    def leave_out(self, pieces: Sequence[Piece]) -> None:
+        self._inner.leave_out(pieces)
+
     def seal(self, meta: bytes = b"") -> TransferFuture:
         faults = self._store.faults
         error = self._error or faults.error("pwrite", f"{self.key}.table", 4096)
