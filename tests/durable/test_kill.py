@@ -165,16 +165,26 @@ def test_kill_at_random_times(crashes, tmp_path, durability):
     kill_at_random(crashes, tmp_path, 4, durability, 7)
 
 
+# Tests of their own: one process would be busy with all of them for the better part of an hour.
 @pytest.mark.slow
-def test_kill_at_every_operation(crashes, tmp_path):
-    for name in ("step", "power", "save", "save-1", "load", "random"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step" / "count").mkdir()
-    (tmp_path / "power" / "count").mkdir()
-    kill_steps(crashes, tmp_path / "step", "step", 50)
-    kill_steps(crashes, tmp_path / "power", "power", 30)
-    kill_saves(crashes, tmp_path / "save", 40, None)
-    kill_saves(crashes, tmp_path / "save-1", 40, 1)
-    kill_loads(crashes, tmp_path / "load", 30)
-    for seed, durability in enumerate(["step", "power"]):
-        kill_at_random(crashes, tmp_path / "random", 30, durability, seed)
+@pytest.mark.parametrize(("durability", "count"), [("step", 50), ("power", 30)])
+def test_kill_at_many_points_of_steps(crashes, tmp_path, durability, count):
+    (tmp_path / "count").mkdir()
+    kill_steps(crashes, tmp_path, durability, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_kill_at_many_points_of_saves(crashes, tmp_path, keep_last):
+    kill_saves(crashes, tmp_path, 40, keep_last)
+
+
+@pytest.mark.slow
+def test_kill_at_many_points_of_loads(crashes, tmp_path):
+    kill_loads(crashes, tmp_path, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("durability", "seed"), [("step", 0), ("power", 1)])
+def test_kill_at_many_random_times(crashes, tmp_path, durability, seed):
+    kill_at_random(crashes, tmp_path, 30, durability, seed)
