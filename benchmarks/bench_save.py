@@ -5,10 +5,11 @@
 For each size: the seconds of `save` on the same file system after the writeback has drained, the
 bytes it linked and wrote, the bytes that the steps before and after it moved, the growth of
 anonymous memory, and for comparison the seconds of copying the swapped bytes (cp of the slot
-files, synced). Then seconds and bytes of a step with one slot and with two ("checkpoint" with
-spare_slots 0, and with every step going to another slot), and under "step" and "power": all four
-in turn in each round, and the ratio to one slot round by round. With --load-numel the growth of
-anonymous memory while so many parameters are loaded.
+files, synced). With --master separate nothing is left in RAM to be written. Then seconds and bytes
+of a step with one slot and with two ("checkpoint" with spare_slots 0, and with every step going to
+another slot), and under "step" and "power": those of --ways in turn in each round, and the ratio to
+one slot round by round. With --load-numel the growth of anonymous memory while so many parameters
+are loaded.
 
 The last line of standard output is JSON. GB is 1e9 bytes. The defaults take about 40 s.
 """
@@ -116,7 +117,11 @@ def bench_save(root, numel, host_memory, master, with_copy):
 
 
 def timed_step(name, opt):
-    """One step, all its writes included; "two slots" writes to the slot that it does not read."""
+    """One step, all its writes included; "two slots" writes to the slot that it does not read.
+
+    What the buffers keep is on storage before, in every way, as only that can be held.
+    """
+    opt._runtime.swapper.flush()
     held = opt._runtime.store.hold() if name == "two slots" else None
     began = time.perf_counter()
     opt.step()
@@ -127,17 +132,17 @@ def timed_step(name, opt):
     return seconds
 
 
-def bench_steps(root, numel, host_memory, rounds):
-    """Steps of all ways in turn, so that each round's ratios are of neighbours in time."""
-    seconds = {name: [] for name in WAYS}
+def bench_steps(root, numel, host_memory, rounds, ways):
+    """Steps of all `ways` in turn, so that each round's ratios are of neighbours in time."""
+    seconds = {name: [] for name in ways}
     with contextlib.ExitStack() as stack:
         opts = {}
-        for name, swap in WAYS.items():
-            opts[name], _ = make(root / f"step-{name}", numel, host_memory, **swap)
+        for name in ways:
+            opts[name], _ = make(root / f"step-{name}", numel, host_memory, **WAYS[name])
             stack.enter_context(opts[name])
             timed_step(name, opts[name])
         before = {name: moved(opt) for name, opt in opts.items()}
-        names = list(WAYS)
+        names = list(ways)
         for number in range(rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 seconds[name].append(timed_step(name, opts[name]))
@@ -204,6 +209,7 @@ def main():
     parser.add_argument("--dir", default=".", help="folder on the device to measure")
     parser.add_argument("--numel", type=float, nargs="*", default=[16e6, 64e6])
     parser.add_argument("--step-numel", type=float, default=64e6, help="0: no steps")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--load-numel", type=float, default=0, help="0: no load")
     parser.add_argument("--host-memory", default="128MiB")
     parser.add_argument("--rounds", type=int, default=8)
@@ -225,7 +231,13 @@ def main():
     if args.step_numel:
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-save-") as name:
             numel = int(args.step_numel) // WIDTH * WIDTH
-            result["steps"] = bench_steps(Path(name), numel, args.host_memory, args.rounds)
+            result["steps"] = bench_steps(
+                Path(name),
+                numel,
+                args.host_memory,
+                args.rounds,
+                dict.fromkeys(["one slot", *args.ways]),
+            )
         print_steps(result["steps"], numel)
     if args.load_numel:
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-save-") as name:
