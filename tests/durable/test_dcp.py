@@ -86,18 +86,23 @@ def test_the_helpers_carry_state_over(tmp_path):
             assert torch.equal(other.state_dict()[name], value)
 
 
+def saved_by_dcp(tmp_path, dtype):
+    """Save two steps in the folder "dcp"; returns the form of the masters."""
+    opt, params = make(tmp_path / "a", dtype)
+    with opt:
+        train(opt, params, 1, 2)
+        state = {"optimizer": opt, "model": dict(enumerate(params))}
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return "param" if dtype == "float32" else "split"
+
+
 def slot_files(path):
     return {p: p.read_bytes() for p in path.rglob("*.bin") if p.parent.name == "slots"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain_save_and_load(tmp_path, dtype):
-    form = "param" if dtype == "float32" else "split"
-    opt, params = make(tmp_path / "a", dtype)
-    with opt:
-        train(opt, params, 1, 2)
-        state = {"optimizer": opt, "model": dict(enumerate(params))}
-        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    form = saved_by_dcp(tmp_path, dtype)
     other, fresh = make(tmp_path / "b", dtype)
     with other:
         train(other, fresh, 1, 1)
@@ -125,12 +130,7 @@ def reference_state(dtype, steps):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streamed_load(tmp_path, dtype):
-    form = "param" if dtype == "float32" else "split"
-    opt, params = make(tmp_path / "a", dtype)
-    with opt:
-        train(opt, params, 1, 2)
-        state = {"optimizer": opt, "model": dict(enumerate(params))}
-        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    form = saved_by_dcp(tmp_path, dtype)
     for path, more in ((None, {}), (tmp_path / "b", {"sub_group_numel": 1 << 19})):
         other, fresh = make(path, dtype, **more)
         with other:

@@ -16,7 +16,7 @@ import torch
 
 from support.crashes import last_number
 from support.shards import assert_parts_same
-from support.trainer import assert_same, reference
+from support.trainer import ONE_AT_A_TIME, assert_same, reference
 from swapio.aio import Engine
 from swapio.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from swapio.errors import CheckpointError
@@ -25,16 +25,7 @@ from swapio.store import CommitRecord
 
 # A parameter with fewer elements than ranks, one cut in the middle of a row, an empty one.
 SIZES = [(2,), (300, 1000), (1_500_001,), (64, 64), (0,)]
-SWAP = {
-    "sub_group_numel": 1 << 18,
-    "chunk_numel": 1 << 18,
-    "min_swap_bytes": 0,
-    "host_memory": "4MiB",
-    "pipeline_read": False,
-    "pipeline_write": False,
-    "cpu_threads": 1,
-    "take_turns": "off",
-}
+SWAP = {**ONE_AT_A_TIME, "take_turns": "off"}
 
 
 def job_of(folder, ranks, dtype="float32", durability="checkpoint", **more):

@@ -15,7 +15,7 @@ import random
 import pytest
 import torch
 
-from support.trainer import reference
+from support.trainer import ONE_AT_A_TIME, reference
 from support.trainer_child import everything, make_params, train
 from swapio.errors import CheckpointError, CorruptionError
 from swapio.optim import AdamW
@@ -26,17 +26,7 @@ FORMS = {"float32": "param", "bfloat16": "split"}
 
 
 def open_run(path, dtype, **more):
-    swap = {
-        "path": str(path),
-        "durability": "step",
-        "sub_group_numel": 1 << 18,
-        "chunk_numel": 1 << 18,
-        "min_swap_bytes": 0,
-        "host_memory": "4MiB",
-        "pipeline_read": False,
-        "pipeline_write": False,
-        "cpu_threads": 1,
-    }
+    swap = {"path": str(path), "durability": "step", **ONE_AT_A_TIME}
     params = make_params(SIZES, getattr(torch, dtype))
     return AdamW([(f"p{i}", p) for i, p in enumerate(params)], lr=1.0, swap=swap, **more), params
 

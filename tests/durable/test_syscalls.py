@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from support import trainer_child
+from support.trainer import ONE_AT_A_TIME
 
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,link,linkat,pwrite64,pwritev,pwritev2,write"
 SIZES = [(5,), (300, 1000), (700_001,)]
@@ -62,13 +63,7 @@ def trace(tmp_path_factory):
             "path": str(folder / "swap"),
             "durability": "power",
             "engine": "threads",
-            "sub_group_numel": 1 << 18,
-            "chunk_numel": 1 << 18,
-            "min_swap_bytes": 0,
-            "host_memory": "4MiB",
-            "pipeline_read": False,
-            "pipeline_write": False,
-            "cpu_threads": 1,
+            **ONE_AT_A_TIME,
         },
         "sizes": SIZES,
         "steps": 3,

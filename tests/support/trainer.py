@@ -20,6 +20,16 @@ from support.trainer_child import everything, make_params, train
 from swapio.optim import AdamW
 
 CHILD = Path(trainer_child.__file__)
+# One sub-group of one chunk at a time is in RAM: operations come in one order.
+ONE_AT_A_TIME = {
+    "sub_group_numel": 1 << 18,
+    "chunk_numel": 1 << 18,
+    "min_swap_bytes": 0,
+    "host_memory": "4MiB",
+    "pipeline_read": False,
+    "pipeline_write": False,
+    "cpu_threads": 1,
+}
 
 
 def _environment():
