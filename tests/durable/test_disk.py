@@ -232,8 +232,8 @@ class Peak:
 
 
 @pytest.mark.parametrize("state_bytes", [144 << 20, pytest.param(4 << 30, marks=pytest.mark.slow)])
-def test_a_load_takes_one_buffer(tmp_path, state_bytes):
-    """Growth of anonymous memory while much more state than that is loaded."""
+def test_a_save_and_a_load_take_one_buffer(tmp_path, state_bytes):
+    """Growth of anonymous memory while much more state than that is saved, and loaded."""
     numel = state_bytes // 12 // 2
     budget = {"path": str(tmp_path / "swap"), "host_memory": "40MiB", "min_swap_bytes": 0}
     params = [torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(2)]
@@ -243,11 +243,14 @@ def test_a_load_takes_one_buffer(tmp_path, state_bytes):
         for param in params:
             param.grad = torch.ones_like(param)
         opt.step()
-        opt.save(tmp_path / "c")
-        with Peak() as peak:
+        with Peak() as saving:
+            saved = opt.save(tmp_path / "c")
+        assert saved.stats.linked_bytes >= 0.99 * state_bytes
+        assert saving.growth <= opt.plan.buffer_bytes
+        with Peak() as loading:
             found = opt.load(tmp_path / "c")
         assert found.bytes_read >= 0.99 * state_bytes
-        assert peak.growth < (40 + 32) << 20
+        assert loading.growth <= opt.plan.buffer_bytes + (32 << 20)
 
 
 def test_a_crash_is_told_and_names_the_checkpoint(tmp_path, caplog):
