@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.default_planner import (  # noqa: TID251
     DefaultLoadPlanner,
@@ -265,6 +266,15 @@ class _Source:
                 self._read_as(fqn, run.offset, part)
             else:
                 part.copy_(self._whole(index, name)[run.offset : run.offset + run.numel])
+
+    def read_units(
+        self,
+        name: str,  # noqa: ARG002
+        runs: Any,
+        out: torch.Tensor,  # noqa: ARG002
+    ) -> npt.NDArray[np.bool_]:
+        """None: each value is read by itself."""
+        return np.zeros(len(runs.param), bool)
 
     def _read_as(self, fqn: str, offset: int, out: torch.Tensor) -> None:
         dtype = self._planner.dtype_of(fqn)
