@@ -342,6 +342,10 @@ class SwapOptimizer(EarlySteps):
         early = {} if self._early is None else self._early.stats.as_dict()
         return numbers | early | self._ranks.stats() | {"num_steps": self._num_steps}
 
+    def planned_collectives(self) -> dict[str, int]:
+        """Exchanges of tensors over ranks in a step of all parameters, by name."""
+        return self._ranks.planned_collectives()
+
     @property
     def plan(self) -> Plan:
         """What was decided at construction: residency, buffers, predicted bytes and seconds."""

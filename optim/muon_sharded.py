@@ -77,6 +77,15 @@ class ShardedMuonMixin(AdamRuleMixin):
             members = [self._members[index] for index in pack.indices]
             self._costs[name] = sum(m.flops * m.layout.num_matrices for m in members)
 
+    def planned_collectives(self) -> dict[str, int]:
+        """As SwapOptimizer's, with those that bring matrices to their owners and back."""
+        planned = super().planned_collectives()
+        exchange = self._exchange
+        if exchange is None:
+            return planned
+        packs = ([self._members[index] for index in p.indices] for p in self._packs.values())
+        return planned | {"all_to_all": sum(map(exchange.num_collectives, packs))}
+
     # -- the sweep ---------------------------------------------------------------------------
 
     def sweep_keys(self, step: StepContext, done: set[str]) -> list[str]:

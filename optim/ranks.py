@@ -98,6 +98,10 @@ class Ranks:
         del params
         return 0
 
+    def planned_collectives(self) -> dict[str, int]:
+        """Collectives of one step without accumulation and late gradients, by name."""
+        return {}
+
     def stats(self) -> dict[str, Any]:
         """Return numbers for the optimizer's stats()."""
         return {}

@@ -27,7 +27,18 @@ EVENTS_MAX = 200_000
 POLL_SECONDS = 0.005
 WAIT_SECONDS_MIN = 20e-6  # shorter waits are the cost of asking
 _MISSES_MAX = 4
-LANES = ("reduce", "step", "update", "wait", "checksum", "read", "write", "seal", "commit")
+LANES = (
+    "backward",
+    "reduce",
+    "step",
+    "update",
+    "wait",
+    "checksum",
+    "read",
+    "write",
+    "seal",
+    "commit",
+)
 
 _Item = TypeVar("_Item")
 

@@ -119,6 +119,12 @@ def make_rounds(members: Sequence[Member], world_size: int) -> list[list[Item]]:
     return rounds
 
 
+def num_windows(items: Sequence[Item], world_size: int, window: int) -> int:
+    """Windows of a round: as many as the longest piece of any rank needs."""
+    pieces = (item.piece(rank) for item in items for rank in range(world_size))
+    return -(-max((b - a for a, b in pieces), default=0) // window)
+
+
 class MatrixExchange:
     """Takes the Muon steps of one sub-group after the other, with all ranks.
 
@@ -148,6 +154,11 @@ class MatrixExchange:
     def staging_bytes(self, members: Sequence[Member]) -> int:
         """Memory that the exchange of these parameters needs."""
         return 8 * self._comm.world_size * self.window_numel(members)
+
+    def num_collectives(self, members: Sequence[Member]) -> int:
+        """Exchanges of tensors in a step of all these parameters."""
+        size = self._comm.world_size
+        return sum(2 * num_windows(i, size, self._window) for i in make_rounds(members, size))
 
     def reserve(self, members: Sequence[Member]) -> None:
         """Have the staging memory for these parameters."""
@@ -227,10 +238,7 @@ class _Round:
         by_owner = {item.owner: item for item in items}
         self._items = [by_owner.get(rank) for rank in range(comm.world_size)]
         self._mine = self._items[comm.rank]
-        longest = max(
-            (b - a for item in items for a, b in map(item.piece, range(comm.world_size))), default=0
-        )
-        self._num_windows = -(-longest // window)
+        self._num_windows = num_windows(items, comm.world_size, window)
 
     def _cut(self, item: Item | None, rank: int, number: int) -> tuple[int, int]:
         """The elements of an item that a rank sends or receives in one window."""

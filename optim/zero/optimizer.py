@@ -200,8 +200,7 @@ class ZeroOptimizer(SwapOptimizer):
         self._ranks.follow(self._layout.infos)
         reducer, tracer = self._ranks.reducer, self._runtime.tracer
         if reducer is not None and tracer is not None:
-            add = tracer.add
-            reducer.trace = lambda name, begin, end: add("reduce", name, begin, end)
+            reducer.trace = tracer.add
 
     # -- state -------------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class ZeroOptimizer(SwapOptimizer):
                 if ranks.reduces
                 else "averaged by DistributedDataParallel"
             ),
-            f"collectives of a step: {ranks.planned_collectives()}",
+            f"collectives of a step: {self.planned_collectives()}",
         ]
         if ranks.stage == 2:
             lines.append(

@@ -36,7 +36,7 @@ from swapio.optim.zero.spans import BucketSpans
 from swapio.partition import plan_buckets, shard_bounds
 
 Accumulate = Literal["local", "shard"]
-Traced = Callable[[str, float, float], None]
+Traced = Callable[[str, str, float, float], None]
 
 NUM_BUFFERS = 2
 
@@ -72,7 +72,8 @@ class Reducer:
 
     Attributes:
         stall_seconds: Time spent waiting for collectives, in backward and in steps.
-        trace: Called with name, begin and end of each bucket's collective; or None.
+        trace: Called with lane, name, begin and end of each bucket's collective, and of the time in
+            which gradients arrived; or None.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Reducer:
         self.present = np.zeros(len(params), bool)
         self.num_cycles = 0
         self._next = 0
+        self._first_arrival = self._last_arrival = 0.0
         self._queued = False
         self._seen = np.zeros(len(params), bool)
         self._held: dict[int, torch.Tensor | None] = {}  # of which some buckets have gone
@@ -179,6 +181,8 @@ class Reducer:
 
     def _arrived(self, param: torch.Tensor) -> None:
         index = self._index[id(param)]
+        self._last_arrival = time.perf_counter()
+        self._first_arrival = self._first_arrival or self._last_arrival
         self._take_further(index, param)
         if not (self._is_open or (self._scatter and self._closes_in_backward)):
             self._is_dirty = True
@@ -225,6 +229,7 @@ class Reducer:
 
     def _begin_cycle(self) -> None:
         self._queued = False  # an exception in backward may have kept the callback from running
+        self._first_arrival = self._last_arrival = 0.0
         self._next = 0
         self._seen[:] = False
         self._missing = [len(set(bucket.params)) for bucket in self.buckets]
@@ -235,6 +240,8 @@ class Reducer:
             self._launch()
         while self._flights:
             self._land()
+        if self.trace is not None and self._first_arrival:
+            self.trace("backward", "gradients arrive", self._first_arrival, self._last_arrival)
         self.num_cycles += 1
         self._is_dirty = False
         self._begin_cycle()
@@ -369,7 +376,7 @@ class Reducer:
         ended = time.perf_counter()
         self.stall_seconds += ended - began
         if self.trace is not None:
-            self.trace(f"bucket {flight.number}", flight.began, ended)
+            self.trace("reduce", f"bucket {flight.number}", flight.began, ended)
         bucket = self.buckets[flight.number]
         if self._scatter:
             row = flight.buffers.row[: bucket.row_numel]
