@@ -110,14 +110,13 @@ class Ranks:
         """Remove hooks, and give up memory and connections."""
 
 
-def find_ranks(params: Iterable[torch.Tensor]) -> Ranks:
+def find_ranks(params: Sequence[torch.Tensor], name_of: Callable[[int], str]) -> Ranks:
     """Return the ranks that share these parameters: those of their mesh if they are DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:  # then there cannot be one
         return Ranks()
-    listed = list(params)
-    if not any(isinstance(param, module.DTensor) for param in listed):
+    if not any(isinstance(param, module.DTensor) for param in params):
         return Ranks()
     from swapio.optim.zero.mesh import mesh_ranks
 
-    return mesh_ranks(listed)
+    return mesh_ranks(params, name_of)

@@ -78,10 +78,12 @@ class Registration(torch.optim.Optimizer, abc.ABC):
 
     def _register_all(self) -> list[PackedGroup]:
         """Pack the trainable parameters of all groups."""
+        members = [member for group in self.param_groups for member in self._listed(group)]
         if type(self._ranks) is Ranks:
-            self._ranks = find_ranks(p for group in self.param_groups for p in group["params"])
+            params = [member.param for member in members]
+            self._ranks = find_ranks(params, lambda at: text(members[at].name))
         self._agreement = self._ranks.agreement or self._agreement
-        infos = self._trainable(m for group in self.param_groups for m in self._listed(group))
+        infos = self._trainable(members)
         self._table.check(infos)
         new = self._layout.add(infos, self.config.sub_group_numel)
         self._table.update()

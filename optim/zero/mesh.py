@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -159,10 +159,10 @@ class MeshRanks(SharedRanks):
         super().close()
 
 
-def mesh_ranks(params: Sequence[torch.Tensor]) -> MeshRanks:
+def mesh_ranks(params: Sequence[torch.Tensor], name_of: Callable[[int], str]) -> MeshRanks:
     """Return the ranks of the mesh that the DTensors among `params` lie on. Collective."""
     at, sample = next((at, param) for at, param in enumerate(params) if is_dtensor(param))
-    key = mesh_key(f"param.{at}", sample)
+    key = mesh_key(name_of(at), sample)
     mesh = mesh_shard(*key)
     comm = Comm(mesh.group) if mesh.num_copies == 1 else Comm(ranks=mesh.ranks)
     return MeshRanks(comm, key, mesh)
