@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import time
 from unittest import mock
 
@@ -12,8 +14,8 @@ import torch
 import swapio.runtime
 from support.faulty import FaultyStore
 from support.training import swap_of
-from support.zero_cases import tight
-from support.zero_training import groups_of, make, train
+from support.zero_cases import raised, tight
+from support.zero_training import groups_of, loss_of, make, rank_gradients, train
 from swapio.errors import AioError, SwapioError
 from swapio.filestore import FileStore
 from swapio.optim import AdamW, Muon, ZeroOptimizer
@@ -118,3 +120,24 @@ def close(opt):
     except (SwapioError, OSError):
         opt._ranks.close()
     torch.manual_seed(0)
+
+
+def kill_one(rank, group, *, where):
+    """Kill rank 1 at its next collective of a kind; return what the others raise."""
+    params = make([(300, 40), (17, 33), (33,)])
+    opt = ZeroOptimizer(groups_of(params, muon=True), Muon, stage=2, process_group=group, lr=0.01)
+    train(opt, params, rank, steps=1)
+
+    def before(name):
+        if rank == 1 and name == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    opt._ranks.comm.before = before
+
+    def step():
+        loss_of(params, rank_gradients(params, 2, 0, rank)).backward()
+        opt.step()
+
+    errors = [raised(step), raised(opt.step)]
+    opt.close()
+    return errors

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.rank_pool import RankPool
 from support.zero_cases import break_one, fail_between_steps, leave_early
-from support.zero_faults import disturb
+from support.zero_faults import disturb, kill_one
 
 COLLECTIVES = ["exchange", "gather", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
@@ -40,6 +41,22 @@ def test_a_failure_between_steps_is_heard_in_the_next_one(ranks) -> None:
     mine, theirs = ranks.run(fail_between_steps, 2, timeout=30)
     assert "a step failed earlier (OSError: [Errno 5] injected)" in mine
     assert "rank 0 of 2 failed: OSError: [Errno 5] injected" in theirs
+
+
+@pytest.mark.parametrize("where", ["reduce_scatter", "exchange", "all_to_all", "all_gather"])
+def test_a_killed_rank_is_noticed(tmp_path, where) -> None:
+    """In backward, before the step, in the exchange of matrices, and after it."""
+    pool = RankPool(3, tmp_path)
+    try:
+        answers = pool.try_run(kill_one, 3, where=where, timeout=30)
+    finally:
+        pool.close()
+    assert answers[1][0] == "the process died"
+    for error, errors in (answers[0], answers[2]):
+        assert error is None
+        assert "gone" in errors[0]
+        assert "last commit or checkpoint" in errors[0]
+        assert len(errors) == 2
 
 
 CASES = [
