@@ -301,3 +301,12 @@ def scale_losses(rank, group, *, stage, shapes, settings, training):
             scales.append(scaler.get_scale())
     whole = [param.full_tensor() if stage == 3 else param for param in params]
     return [param.detach() for param in whole], scales
+
+
+def average_in(rank, group, *, stage, dtype, shapes):
+    """Average one pass's gradients in a dtype; return what the first moments are made of."""
+    params = make(shapes)
+    options = {"reduce_dtype": dtype, "process_group": group, "bucket_bytes": 1 << 15}
+    with ZeroOptimizer(params, AdamW, stage=stage, betas=(0.5, 0.9), **options) as opt:
+        train(opt, params, rank, steps=1)
+        return [2 * opt.full_state_of(param)["exp_avg"] for param in params]

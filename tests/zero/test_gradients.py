@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.zero_cases import discard, passes, read_gradients, scale_losses
-from support.zero_training import alone
+from support.zero_cases import average_in, discard, passes, read_gradients, scale_losses
+from support.zero_training import alone, gradient
 
 
 def test_reading_a_reduced_gradient_raises(ranks) -> None:
@@ -63,3 +63,20 @@ def test_a_loss_scaler_trains_as_without_one(ranks, stage) -> None:
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
         for mine, theirs in zip(params, wanted, strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_averaged_in_the_stated_dtype(ranks, stage, dtype) -> None:
+    """Stage 2 adds up in fp32, in the order of the ranks; gloo's all-reduce in the dtype itself."""
+    shapes = [(17, 33), (300, 40), (3,)]
+    for found in ranks.run(average_in, 3, stage=stage, dtype=dtype, shapes=shapes):
+        for index, mine in enumerate(found):
+            sent = [gradient(shapes[index], 1, 0, rank, index).to(dtype) for rank in range(3)]
+            exact = torch.stack([gradient(shapes[index], 1, 0, r, index) for r in range(3)]).mean(0)
+            assert not torch.allclose(mine, exact, rtol=0, atol=1e-6), "nothing was rounded"
+            wanted = torch.stack(sent).float().sum(0) / 3
+            slack = (
+                1e-6 if stage == 2 else 3 * torch.finfo(dtype).eps * torch.stack(sent).abs().max()
+            )
+            assert torch.allclose(mine, wanted, rtol=0, atol=float(slack))
