@@ -297,7 +297,15 @@ class SwapperBase:
         dtype: torch.dtype,
         look: Look | None = None,
     ) -> None:
-        """Add `tensor` to a fragment that was put, in `dtype` or the widest of those involved."""
+        """Add to a fragment that was put.
+
+        Args:
+            key: The sub-group's.
+            name: The fragment's.
+            tensor: What is added: as many elements as the fragment has.
+            dtype: Of the sum; the widest of those involved where that is wider.
+            look: Called with the sum while it is in RAM.
+        """
         self._gradients.add(self._group(key).key, name, tensor, dtype, look)
 
     def gradient(self, key: str, name: str) -> torch.Tensor:
