@@ -61,7 +61,7 @@ class SwapOptimizer(EarlySteps):
         speculate: Step sub-groups during backward: "always", "adaptive" (where that is faster), or
             False.
         undo: How early steps are undone: "exact", or "algebraic", which needs less memory.
-        ratio: Share of the state that is kept off the device; 1.
+        ratio: Share of the state that is offloaded; the rest stays on the parameters' device.
         nonfinite: What inf or nan in a gradient does: "propagate", "skip" or "raise"; the default
             is "skip" with `max_grad_norm` or a loss scale, else "propagate" as in torch.
         resume: Continue from the last committed step in the folder, if there is one.
@@ -87,7 +87,7 @@ class SwapOptimizer(EarlySteps):
     ) -> None:
         gradients = "stream" if speculate and gradients == "keep" else gradients
         check_mode(speculate, gradients, undo, ratio)
-        self.speculate, self.undo = speculate, undo
+        self.speculate, self.undo, self.ratio = speculate, undo, ratio
         self._begin_registration(_checked_config(SwapConfig.coerce(swap), gradients))
         self._closed = False
         self._pid = os.getpid()
@@ -199,6 +199,8 @@ class SwapOptimizer(EarlySteps):
             self._ranks.publish(infos if complete else [infos[i] for i in step.indices])
             self._masters.versions.note()
             self._num_steps += 1
+            if self._device_state is not None and self.is_committing:
+                self._device_state.flush(keep=True)
             self._commit_step()
         except BaseException as error:
             # Some sub-groups are a step ahead of the others, whatever the reason was.
@@ -238,12 +240,12 @@ class SwapOptimizer(EarlySteps):
         keys = self.sweep_order(self.sweep_keys(step, done))
         if self._num_steps % 2:
             keys.reverse()
-        groups = self._layout.groups
-        swapped = [key for key in keys if key in groups]
+        groups, kept = self._layout.groups, self._device_state or ()
+        swapped = [key for key in keys if key in groups and key not in kept]
         swapper.set_order(swapped)
         for key, following in zip_longest(keys, keys[1:]):
             for near in (key, following):
-                if near in groups:
+                if near in groups and near not in kept:
                     self._source.prefetch(groups[near])
             self.sweep_group(key, step)
         # What has room in the buffers is read during the next forward and backward.
@@ -252,6 +254,10 @@ class SwapOptimizer(EarlySteps):
     def sweep_group(self, key: str, step: StepContext) -> None:
         """Stream one sub-group through RAM."""
         packed, swapper = self._layout.groups[key], self._runtime.swapper
+        if self._device_state is not None and key in self._device_state:
+            with profiled("update on the device"):
+                self._device_state.step(packed, step, self._masters, self._source.gradient)
+            return
         with self._source.loaded(packed, step.gradients), swapper.swap_in(key) as view:
             for chunk in view.chunks():
                 began = time.perf_counter()

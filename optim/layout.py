@@ -49,6 +49,7 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
     device: str
     resident: frozenset[str]
+    is_kept: bool = False  # on the parameters' device, whatever else is offloaded
 
     @property
     def is_whole(self) -> bool:

@@ -109,6 +109,18 @@ class Masters:
             self._foreign = self._layout.infos[packed.units.param[changed[0]]].name
         self._resync(packed, chunk, changed)
 
+    def check_on_device(
+        self, packed: PackedGroup, rows: Rows, step: StepContext, masters: torch.Tensor
+    ) -> None:
+        """As `check`, for masters on the parameters' device: all elements of the sub-group."""
+        units = packed.units
+        for row in self._changed(packed, UnitCut(packed, rows, 0), step).tolist():
+            info = self._layout.infos[units.param[row]]
+            if self._foreign is None:
+                self._foreign = info.name
+            at, first, count = (int(c[row]) for c in (units.position, units.offset, units.numel))
+            masters[at : at + count].copy_(flat(info.param)[first : first + count])
+
     def is_changed(self, packed: PackedGroup, cut: Rows | UnitCut, step: StepContext) -> bool:
         """Whether somebody else changed the parameter of one of these units."""
         return bool(len(self._changed(packed, _cut_of(packed, cut), step)))

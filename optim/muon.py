@@ -94,7 +94,7 @@ class Muon(ShardedMuonMixin):
         gradients: "keep" or "stream"; see SwapOptimizer.
         speculate: Step sub-groups during backward: False, "adaptive" or "always".
         undo: How early steps are undone: "exact", or "algebraic": to rounding, with less memory.
-        ratio: Share of the state that is kept off the device: 1.
+        ratio: Share of the state that is offloaded; the rest stays on the parameters' device.
         nonfinite: "propagate", "skip" or "raise"; default "skip" with `max_grad_norm`.
         resume: Continue from the last committed step in the folder (durability "step", "power").
 

@@ -25,6 +25,7 @@ from swapio.checkpoint.placement import Placement
 from swapio.config import SwapConfig
 from swapio.errors import ConfigError
 from swapio.optim.layout import (
+    MUON_RULE,
     Bucket,
     Layout,
     MasterForm,
@@ -59,6 +60,9 @@ class Registration(torch.optim.Optimizer, abc.ABC):
     _runtime: SwapRuntime
     _masters: Masters
 
+    ratio: float = 1.0
+    _kept_ids: frozenset[int] = frozenset()
+
     def _begin_registration(self, config: SwapConfig) -> None:
         """Prepare; comes before torch's constructor, which adds the first groups."""
         self._ready = False
@@ -83,6 +87,7 @@ class Registration(torch.optim.Optimizer, abc.ABC):
             params = [member.param for member in members]
             self._ranks = find_ranks(params, lambda at: text(members[at].name))
         self._agreement = self._ranks.agreement or self._agreement
+        self._kept_ids = self._choose_kept()
         infos = self._trainable(members)
         self._table.check(infos)
         new = self._layout.add(infos, self.config.sub_group_numel)
@@ -90,6 +95,28 @@ class Registration(torch.optim.Optimizer, abc.ABC):
         self._counts = np.zeros(len(infos), np.int64)
         self._owned = np.zeros(len(infos), np.bool_)
         return new
+
+    def _choose_kept(self) -> frozenset[int]:
+        """Ids of the parameters whose state is not offloaded: the first ones, by elements.
+
+        Their gradients are the last that backward makes: nothing is left to hide their step.
+        """
+        if self.ratio == 1.0:
+            return frozenset()
+        listed = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.requires_grad and self.rule_of(group) != MUON_RULE
+        ]
+        left = (1.0 - self.ratio) * sum(param.numel() for param in listed)
+        chosen: set[int] = set()
+        for param in listed:
+            if left <= 0:
+                break
+            chosen.add(id(param))
+            left -= param.numel()
+        return frozenset(chosen)
 
     @property
     def is_committing(self) -> bool:
@@ -253,7 +280,12 @@ class Registration(torch.optim.Optimizer, abc.ABC):
         form = master_form(self.config.master, name, param, split=split)
         states = [*self.state_records(rule), "master"]
         resident = self._rules.select(name, param, states)
-        bucket = Bucket(rule, form, param.dtype, str(param.device), resident)
+        is_kept = id(param) in self._kept_ids
+        if is_kept and param.device.type == "cpu":
+            resident = frozenset(states)
+        elif is_kept:
+            form = MasterForm.SEPARATE
+        bucket = Bucket(rule, form, param.dtype, str(param.device), resident, is_kept)
         if bucket not in self._buckets:
             self.check_bucket(bucket, name)
         # One object for all parameters of a bucket: there may be a hundred thousand.

@@ -17,6 +17,7 @@ from swapio.align import PAGE_BYTES, placed_bytes
 from swapio.errors import ConfigError
 from swapio.optim.context import StepContext
 from swapio.optim.cuda_weights import DeviceWeights
+from swapio.optim.device_state import DeviceState
 from swapio.optim.durable import Durable
 from swapio.optim.gradients import Gradients
 from swapio.optim.layout import MUON_RULE, MasterForm, PackedGroup, ParameterInfo
@@ -55,6 +56,7 @@ class EarlySteps(Durable):
     _early: Speculation | None = None
     _policy: Policy | None = None
     _step_ended: float | None = None
+    _device_state: DeviceState | None = None
 
     # -- what early steps ask ----------------------------------------------------------------
 
@@ -81,6 +83,8 @@ class EarlySteps(Durable):
     def may_step_early(self, packed: PackedGroup) -> bool:
         """Whether a sub-group's state is where an image of it can be made."""
         swapper = self.swapper
+        if self._device_state is not None and packed.key in self._device_state:
+            return False
         if swapper.state(packed.key) is SubGroupState.RESIDENT:
             return True
         all_swapped = len(swapper.swapped_records(packed.key)) == len(swapper.records(packed.key))
@@ -108,7 +112,11 @@ class EarlySteps(Durable):
 
         State on storage is stepped in its buffers, and an image of it is the new weights only.
         """
-        early = [p for p in self._layout.groups.values() if p.bucket.rule != MUON_RULE]
+        early = [
+            packed
+            for packed in self._layout.groups.values()
+            if packed.bucket.rule != MUON_RULE and not _stays_on_device(packed)
+        ]
         if not self.speculate:
             return 0
         wanted = sum(
@@ -143,6 +151,7 @@ class EarlySteps(Durable):
                 "frees p.grad during backward"
             )
         self._weights = open_weights(layout, config)
+        self._open_device_state()
         if is_sharded:
             return
         self._source.stream = open_stream(
@@ -152,6 +161,7 @@ class EarlySteps(Durable):
         if not self.speculate or self._source.stream is None:
             return
         device = device_of(layout.infos)
+        away = [packed for packed in on_device(layout) if not _stays_on_device(packed)]
         self._policy = Policy(str(self.speculate))
         self._early = Speculation(
             self,
@@ -160,7 +170,7 @@ class EarlySteps(Durable):
             EarlyStepper(
                 self,
                 Images(page_locked(config, max(PAGE_BYTES, nbytes), "images", pin=False)),
-                None if device is None else DeviceImages(on_device(layout), device),
+                None if device is None else DeviceImages(away, device),
                 self._weights,
             ),
             self._weights,
@@ -169,7 +179,24 @@ class EarlySteps(Durable):
         self._source.stream.on_arrival = self._early.arrived
         self._source.stream.on_drop = self._early.dropped
 
+    def _open_device_state(self) -> None:
+        """Make room on the device for the state that stays there."""
+        layout = self._layout
+        kept = [packed for packed in layout.groups.values() if _stays_on_device(packed)]
+        device = device_of(layout.infos) if kept else None
+        if device is None:
+            return
+        if self._ranks.shards is not None or self.config.swap_gradients:
+            raise ConfigError(
+                f"ratio={self.ratio!r} steps some state on {device}: that is for one process whose "
+                "gradients are in RAM; leave it at 1, and swap_gradients at False"
+            )
+        records = self.state_records(kept[0].bucket.rule) | {"master": torch.float32}
+        self._device_state = DeviceState(kept, layout.infos, records, lambda: self.swapper, device)
+
     def _reopen(self, *, resume: bool) -> None:
+        if self._device_state is not None:
+            self._device_state.forget()
         if self._early is not None:
             self._early.forget_memory()
         super()._reopen(resume=resume)
@@ -247,3 +274,10 @@ class EarlySteps(Durable):
         self._masters.versions.look()
         if self._early is not None:
             self._early.retreat()
+        if self._device_state is not None:
+            self._device_state.flush(keep=False)
+
+
+def _stays_on_device(packed: PackedGroup) -> bool:
+    """Whether the state is stepped on a device that is not the CPU."""
+    return packed.bucket.is_kept and packed.bucket.device != "cpu"

@@ -107,10 +107,7 @@ def check_mode(speculate: object, gradients: str, undo: str, ratio: float) -> No
         raise ConfigError(f"speculate={speculate!r} is none of False, 'adaptive', 'always'")
     if undo not in UNDOS:
         raise ConfigError(f"undo={undo!r} is neither 'exact' nor 'algebraic'")
-    if ratio != 1.0:
-        raise ConfigError(
-            f"ratio={ratio!r}: state that stays on the device is not supported; set it to 1.0, or "
-            "give those parameters to an optimizer of their own"
-        )
+    if not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"ratio={ratio!r} is no share from 0 to 1")
     if speculate and gradients != "stream":
         raise ConfigError("speculate needs gradients='stream': leave `gradients` out, or set it so")

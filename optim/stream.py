@@ -341,6 +341,10 @@ class GradientStream:
             self.kept.note(index, source)
             self._copier.watch(index, source)
 
+    def gradient(self, info: ParameterInfo) -> torch.Tensor:
+        """A parameter's gradient of the step under way, 1-D in memory order, wherever it is."""
+        return self._kept[info.index]
+
     def square_sums(self, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """The float64 sum of squares of each chosen parameter's gradient; 0 for the others.
 

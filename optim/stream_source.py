@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from swapio.errors import ConfigError
 from swapio.optim.gradients import (
@@ -28,7 +29,7 @@ from swapio.optim.gradients import (
     first_nonfinite,
     square_sum,
 )
-from swapio.optim.layout import PackedGroup
+from swapio.optim.layout import PackedGroup, ParameterInfo
 from swapio.optim.parameters import ParameterTable
 from swapio.optim.ranks import Ranks
 from swapio.optim.stream import GradientStream
@@ -146,6 +147,12 @@ class GradientSource:
                 yield
         else:
             yield
+
+    def gradient(self, info: ParameterInfo) -> torch.Tensor:
+        """A parameter's gradient, where it is; for parameters on a device."""
+        if self.stream is None:
+            raise ConfigError(f"the gradient of {info.name} is not on its way from a device")
+        return self.stream.gradient(info)
 
     def prefetch(self, packed: PackedGroup) -> None:
         """Start to bring a sub-group's gradients to RAM; does not block."""

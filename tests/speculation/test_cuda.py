@@ -51,6 +51,15 @@ def train(device, *, dtype=torch.bfloat16, steps=4, accumulation=1, scaler=False
     return [p.detach().cpu() for p in net.parameters()], states
 
 
+@pytest.mark.parametrize("gradients", ["keep", "stream"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_state_on_the_device_has_the_kernels_bits(gradients, dtype, ratio):
+    """What torch steps on the GPU is what the kernels step on the CPU."""
+    kwargs = {"dtype": dtype, "gradients": gradients, "swap": {"master": "separate"}}
+    check_equal(train("cuda", ratio=ratio, **kwargs), train("cuda", **kwargs))
+
+
 def sync_mode(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is a prototype, torch says

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,10 @@ from support.early import wait
 from support.fake_cuda import FakeCuda
 from swapio.buffers import BufferPool
 from swapio.errors import ConfigError, PoolExhaustedError, SwapStateError
-from swapio.optim import AdamW, speculation_owner, stream_open
+from swapio.optim import AdamW
 from swapio.optim.cuda_copies import PIECE_BYTES, CopyQueue, DeviceCopier, pieces
 from swapio.optim.cuda_weights import Run, WeightRing, runs, virtual_addresses
-from swapio.optim.layout import Bucket, MasterForm, UnitTable
-from swapio.optim.registration import Registration
+from swapio.optim.layout import MasterForm, UnitTable
 from swapio.partition import Fragment
 
 CPU = torch.device("cpu")
@@ -101,31 +98,6 @@ def test_units_that_follow_each_other_are_one_run():
     address = virtual_addresses(everything, 4096, 0, 2)
     assert int(address[0] + np.uint64(200)) == 4096  # element 100 lies at the front
     assert int(address[1]) == 4096 + 600_000
-
-
-@pytest.fixture
-def on_fake_device(monkeypatch):
-    """CPU parameters take the way of CUDA parameters, over streams that log."""
-    cuda = FakeCuda()
-    original = Registration._bucket
-
-    def bucket(self, member) -> Bucket:
-        found = original(self, member)
-        named = found._replace(
-            device="fake",
-            form=MasterForm.SPLIT if found.form is MasterForm.SPLIT else MasterForm.SEPARATE,
-        )
-        self._buckets.pop(found, None)
-        return self._buckets.setdefault(named, named)
-
-    monkeypatch.setattr(Registration, "_bucket", bucket)
-    for module in (stream_open, speculation_owner):
-        monkeypatch.setattr(module, "device_of", lambda infos: CPU if infos else None)
-    for name in ("DeviceCopier", "DeviceWeights", "KeptGradients"):
-        cls = functools.partial(getattr(stream_open, name), cuda=cuda)
-        monkeypatch.setattr(stream_open, name, cls)
-    cuda.undo = monkeypatch.undo
-    return cuda
 
 
 def train(*, steps=3, sizes=(5, 300_000, 700_001), dtype=torch.bfloat16, missing=(), **kwargs):
