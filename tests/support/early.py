@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from swapio.optim import AdamW
+from swapio.subgroup import SubGroupState
 
 SMALL = {"sub_group_numel": 1 << 12, "cpu_threads": 2}
 
@@ -51,8 +52,8 @@ def groups_of(model):
 class Run:
     """A training of 12 steps, with or without early steps; everything that came of it."""
 
-    def __init__(self, speculate, *, dtype=torch.float32, make=None, **kwargs):
-        self.model = Net().to(dtype)
+    def __init__(self, speculate, *, dtype=torch.float32, make=None, width=64, **kwargs):
+        self.model = Net(width).to(dtype)
         params = groups_of(self.model) if make is None else make(self.model)
         cls = kwargs.pop("cls", AdamW)
         swap = {**SMALL, **kwargs.pop("swap", {})}
@@ -69,11 +70,11 @@ class Run:
         with opt:
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=steps)
             for step in range(steps):
-                if before is not None:
-                    before(step, self)
                 for group in opt.param_groups:
                     if "betas" in group:
                         group["betas"] = (0.85 + 0.01 * step, 0.99)
+                if before is not None:  # which may set them to something else
+                    before(step, self)
                 for micro in range(accumulation):
                     self.go_back(step, micro, scaler, use_reentrant)
                 wait(opt)
@@ -94,6 +95,12 @@ class Run:
                     self.found[f"{name}:{key}"] = value.clone()
             self.stats = opt.stats()
         return self
+
+    def num_stored(self):
+        """How many sub-groups are not all in RAM."""
+        swapper = self.opt.swapper
+        keys = self.opt._layout.groups
+        return sum(swapper.state(key) is not SubGroupState.RESIDENT for key in keys)
 
     def go_back(self, step, micro=0, scaler=None, use_reentrant=None):
         loss = self.model(batch(step * 8 + micro), use_reentrant)
