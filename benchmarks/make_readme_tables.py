@@ -6,8 +6,9 @@
 `--storage DIR` names the folder it used, whose file system and drive are noted too.
 Each result is a JSON object; its tables are the values that map a row's name to an object of
 figures, and its other plain values go in the line below the title. So a benchmark decides by itself
-what README shows, and nothing is typed by hand. `NAME_range` is shown behind `NAME`; a table with
-more figures than fit beside each other has a row for each figure and a column for each row's name.
+what README shows, and nothing is typed by hand. A table `X` stays in the results where there is one
+of its ratios, `X_ratios`. `NAME_range` is shown behind `NAME`; a table with more figures than fit
+beside each other has a row for each figure and a column for each row's name.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
     script = f"benchmarks/bench_{result.get('bench', name)}.py"
     lines.append(f"{where}; {', '.join(facts)}. `{script}`")
     for key, rows in tables.items():
+        if f"{key}_ratios" in tables:
+            continue
         lines += as_table(key.replace("_", " "), rows)
     return [*lines, ""]
 
