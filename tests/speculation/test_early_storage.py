@@ -9,10 +9,11 @@ import torch
 from support.early import Run, batch, check_equal, odd_limit, wait
 from support.faulty import FaultyStore
 from swapio.errors import SwapioError
-from swapio.optim import AdamW
+from swapio.optim import AdamW, GradScaler
 from swapio.optim.speculation_steps import EarlyStepper
 
-STORED = {"min_swap_bytes": 0, "host_memory": "24MiB"}
+STORED = {"min_swap_bytes": 0, "host_memory": "12MiB", "sub_group_numel": 1 << 16}
+WIDE = 384  # of a model whose state does not fit into that beside its gradients
 KINDS = {
     "ram": {},  # everything waits in RAM
     "step": {"durability": "step"},
@@ -28,14 +29,16 @@ def test_equals_the_run_without(tmp_path, kind, clipped, accumulation):
     runs = []
     for name in (False, "always"):
         swap = {"path": tmp_path / str(name), **STORED, **KINDS[kind]}
-        run = Run(name, swap=swap)
+        run = Run(name, swap=swap, width=WIDE)
+        assert run.num_stored() > 0
         runs.append(run.train(accumulation=accumulation, before=before))
     if not clipped:
         runs[1].norms = runs[0].norms
     check_equal(runs[1], runs[0])
     assert runs[1].stats["speculation_num_kept"] > 12
-    check_equal(runs[1], Run(False).train(accumulation=accumulation, before=before)) \
-        if clipped else None  # fmt: skip
+    if clipped:
+        in_ram = Run(False, width=WIDE, swap={"sub_group_numel": 1 << 16})
+        check_equal(runs[1], in_ram.train(accumulation=accumulation, before=before))
 
 
 @pytest.mark.parametrize("master", ["split", "separate"])
@@ -44,11 +47,44 @@ def test_masters_skips_and_commits(tmp_path, master, durability):
     runs = []
     for name in (False, "always"):
         swap = {"path": tmp_path / str(name), **STORED, "master": master, "durability": durability}
-        run = Run(name, dtype=torch.bfloat16, max_grad_norm=1e6, swap=swap)
+        run = Run(name, dtype=torch.bfloat16, max_grad_norm=1e6, swap=swap, width=WIDE)
+        assert run.num_stored() > 0
         run.poison = 4
         runs.append(run.train())
     check_equal(runs[1], runs[0])
     assert runs[1].stats["speculation_num_kept"] > 12
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "step"])
+def test_fp16_with_a_scaler_whose_scale_changes(tmp_path, durability):
+    runs = []
+    for name in (False, "always"):
+        swap = {"path": tmp_path / str(name), **STORED, "durability": durability}
+        run = Run(name, dtype=torch.float16, max_grad_norm=1e6, swap=swap, width=WIDE)
+        assert run.num_stored() > 0
+        run.poison = 6
+        scaler = GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        runs.append(run.train(scaler=scaler))
+        assert scaler.get_scale() != 64.0
+    check_equal(runs[1], runs[0])
+    assert runs[1].stats["speculation_num_kept"] > 0
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.99), (0.9, 0.0)])
+def test_betas_with_zeros(tmp_path, betas):
+    def before(_step, run):
+        run.opt.max_grad_norm = 1e6
+        for group in run.opt.param_groups:
+            group["betas"] = betas
+
+    runs = []
+    for name in (False, "always"):
+        swap = {"path": tmp_path / str(name), **STORED}
+        run = Run(name, swap=swap, width=WIDE)
+        assert run.num_stored() > 0
+        runs.append(run.train(before=before))
+    check_equal(runs[1], runs[0])
+    assert runs[1].stats["speculation_num_kept"] > 0
 
 
 def open_large(speculate, path, *, host_memory="28MiB", undo="exact", **more):
@@ -144,7 +180,7 @@ def test_an_exception_within_an_early_step_takes_it_back(tmp_path, monkeypatch):
     monkeypatch.setattr(EarlyStepper, "_step_chunk", step_chunk)
     results = []
     for speculate in (False, "always"):
-        run = Run(speculate, swap={"path": tmp_path / str(speculate), **STORED})
+        run = Run(speculate, swap={"path": tmp_path / str(speculate), **STORED}, width=WIDE)
         for step in range(3):
             broken["now"] = step == 1 and bool(speculate)
             run.model(batch(step)).backward()
@@ -193,7 +229,7 @@ def test_a_chunk_that_an_early_step_left_half_changed_is_read_again(
 
 
 def test_close_and_looking_in_mid_flight(tmp_path):
-    run = Run("always", swap={"path": tmp_path, **STORED})
+    run = Run("always", swap={"path": tmp_path, **STORED}, width=WIDE)
     for step in range(2):
         run.model(batch(step)).backward()
         wait(run.opt)
@@ -210,7 +246,7 @@ def test_close_and_looking_in_mid_flight(tmp_path):
 
 
 def test_recovery_forgets_early_steps(tmp_path, caplog):
-    run = Run("always", swap={"path": tmp_path, **STORED, "durability": "step"})
+    run = Run("always", swap={"path": tmp_path, **STORED, "durability": "step"}, width=WIDE)
     for step in range(3):
         run.model(batch(step)).backward()
         wait(run.opt)
