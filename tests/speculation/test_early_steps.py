@@ -350,8 +350,8 @@ def test_arguments():
         AdamW([param], speculate="sometimes")
     with pytest.raises(ConfigError, match="undo='hope'"):
         AdamW([param], undo="hope")
-    with pytest.raises(ConfigError, match=r"ratio=0\.5"):
-        AdamW([param], ratio=0.5)
+    with pytest.raises(ConfigError, match=r"ratio=1\.5"):
+        AdamW([param], ratio=1.5)
     with AdamW([param], speculate="always") as opt:
         assert (opt.gradients, opt.nonfinite) == ("stream", "skip")
     assert kernels.num_threads() >= 1
