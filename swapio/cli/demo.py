@@ -248,5 +248,6 @@ def _train(
         seen.state_bytes = float(seen.stats.get("host_bytes", 0))
         seen.parameters = [parameter.detach().clone() for parameter in model.parameters()]
     if swap is not None:
-        seen.events = read_trace(trace_path(swap["trace"]))
+        # SWAPIO_TRACE may have named another file.
+        seen.events = read_trace(trace_path(optimizer.config.trace or swap["trace"]))
     return seen

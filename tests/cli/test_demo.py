@@ -55,8 +55,10 @@ def test_muon_is_equal_too_and_its_loss_falls(
 
 
 def test_a_file_of_ones_own_and_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And a trace in a place of one's own: `SWAPIO_TRACE` has the last word."""
+    monkeypatch.setenv("SWAPIO_TRACE", str(tmp_path / "mine.json"))
     text = tmp_path / "text.bin"
     text.write_bytes(bytes(range(256)) * 40)
     tiny = ["--layers", "1", "--width", "32", "--heads", "2", "--sequence", "16", "--steps", "2"]
@@ -65,6 +67,7 @@ def test_a_file_of_ones_own_and_the_table(
     out = capsys.readouterr().out
     assert "equal to the bit: all 2 losses" in out
     assert "10,240 bytes" in out
+    assert (tmp_path / "mine.json").stat().st_size > 0
 
 
 def test_a_difference_is_a_failure(
