@@ -143,8 +143,7 @@ class Comm:
             token = [f"{'-'.join(map(str, self._ranks))}/{_NUM_CONNECTED[self._ranks]}"]
         self._store = PrefixStore(f"swapio/{token[0]}", _get_default_store())
         host = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout)
-        # A rank that has connected to all may leave, on an error say, while others still connect:
-        # they would be told of a lost connection in gloo's words instead of that error.
+        # Otherwise a rank that fails now leaves while others connect, and they get gloo's words.
         self._store.set(f"connected/{self.rank}", "")
         self._store.wait([f"connected/{r}" for r in range(self.world_size)], self._timeout)
         return host
