@@ -59,7 +59,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 ORDER = list(LAYERS)
 MAY_PRINT = ("swapio.cli", "swapio.demo", "swapio.__main__")
-MAY_USE_DISTRIBUTED = ("swapio.optim.zero.comm", "swapio.integrations")
+MAY_USE_DISTRIBUTED = (
+    "swapio.optim.zero.comm",
+    "swapio.optim.zero.dtensors",
+    "swapio.integrations",
+)
 MAY_BLOCK = {"close", "join", "result", "wait", "drain", "acquire", "release", "unlink"}
 ASSERT_MAY_CALL = {"isinstance", "len", "all", "any", "issubclass", "type"}
 # The inner loops of these are single expressions over many fields; none so far.

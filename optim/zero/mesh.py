@@ -22,8 +22,8 @@ from swapio.errors import ConfigError
 from swapio.optim.gradients import GRADIENT_DTYPES, Gradients
 from swapio.optim.layout import ParameterInfo, check_parameter, memory_order
 from swapio.optim.parameters import ParameterTable
-from swapio.optim.zero.comm import (
-    Comm,
+from swapio.optim.zero.comm import Comm
+from swapio.optim.zero.dtensors import (
     MeshShard,
     as_dtensor,
     is_dtensor,
