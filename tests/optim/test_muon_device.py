@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 import swapio.optim.muon as muon_module
-from support.fake_cuda import FakeCuda
+from support.fake_device import take_device_way
 from support.muon_training import (  # noqa: F401
     MODES,
     SWAP,
@@ -21,9 +19,7 @@ from support.muon_training import (  # noqa: F401
     tight,
     trained,
 )
-from swapio.optim import Muon, stream_open
-from swapio.optim.layout import Bucket, MasterForm
-from swapio.optim.registration import Registration
+from swapio.optim import Muon
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (17, 33), (3, 40, 24), (300, 900), (700, 40, 60), (600,)]
@@ -34,27 +30,7 @@ WIDE = {"sub_group_numel": 1 << 21, "min_swap_bytes": 0}
 @pytest.fixture
 def on_fake_device(monkeypatch):
     """CPU parameters take the way of CUDA parameters, over streams that log."""
-    cuda = FakeCuda()
-    original = Registration._bucket
-
-    def bucket(self, member) -> Bucket:
-        found = original(self, member)
-        form = MasterForm.SPLIT if found.form is MasterForm.SPLIT else MasterForm.SEPARATE
-        named = found._replace(device="fake", form=form)
-        self._buckets.pop(found, None)
-        return self._buckets.setdefault(named, named)
-
-    monkeypatch.setattr(Registration, "_bucket", bucket)
-    for module in (stream_open, muon_module):
-        monkeypatch.setattr(module, "device_of", lambda infos: CPU if infos else None)
-    for module, name in (
-        (stream_open, "DeviceCopier"),
-        (stream_open, "DeviceWeights"),
-        (stream_open, "KeptGradients"),
-        (muon_module, "DeviceMatrices"),
-    ):
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), cuda=cuda))
-    return cuda
+    return take_device_way(monkeypatch, muon_module, "DeviceMatrices")
 
 
 def train(swap, *, steps=3, dtype=torch.bfloat16, missing=(), ns_dtype=torch.float32, **kwargs):
