@@ -7,23 +7,20 @@ up to a power of two. Measured in a process of its own, from before construction
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from support import memory_watch
+from support.memory_watch import MIB
 from support.script import run_script
 
-MIB = 1 << 20
-
-_SCRIPT = """
-import sys, threading, time
+_SCRIPT = (
+    inspect.getsource(memory_watch)
+    + """
+import sys
 import torch
 from swapio.optim import AdamW
-
-def held():
-    total = 0
-    for line in open("/proc/self/status"):
-        if line.startswith(("RssAnon", "RssShmem")):
-            total += 1024 * int(line.split()[1])
-    return total
 
 torch.set_num_threads(1)
 count, numel, budget, dtype = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
@@ -36,16 +33,7 @@ for param in params:
 warm = torch.nn.Parameter(torch.zeros(5))  # torch imports much of itself at the first optimizer
 warm.grad = torch.zeros(5)
 torch.optim.AdamW([warm]).step()
-before, peak, is_done = held(), 0, False
-
-def watch():
-    global peak
-    while not is_done:
-        peak = max(peak, held())
-        time.sleep(0.003)
-
-thread = threading.Thread(target=watch, daemon=True)
-thread.start()
+growth = Growth()
 opt = AdamW(params, swap={"path": sys.argv[1], "host_memory": budget, "spare_slots": 0,
                           "pipeline_read": sys.argv[6] == "pipelined",
                           "pipeline_write": sys.argv[6] == "pipelined",
@@ -54,12 +42,12 @@ for _ in range(3):
     opt.step()
 opt.synchronize()
 opt.state[params[-1]]["step"]
-is_done = True
-thread.join()
+grown = growth.end()
 moved = opt.stats()["read_bytes"]
 opt.close()
-print(peak - before, moved)
+print(grown, moved)
 """
+)
 
 CASES = {
     "large": (3, 8_000_000, 64 * MIB, "float32", "pipelined"),
@@ -81,4 +69,4 @@ def test_growth_stays_within_host_memory(tmp_path, case):
     assert done.returncode == 0, done.stderr
     growth, moved = map(int, done.stdout.split())
     assert moved > count * numel * 8, "nothing was swapped: the test shows nothing"
-    assert growth <= budget + max(budget // 50, 32 * MIB), f"{growth / MIB:.1f} MiB"
+    memory_watch.check_growth(growth, budget)

@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from support import memory_watch
+from support.memory_watch import MIB
 from support.script import run_script
 
-MIB = 1 << 20
-
-_SCRIPT = """
-import ctypes, sys, threading, time
+_SCRIPT = (
+    inspect.getsource(memory_watch)
+    + """
+import ctypes, sys
 ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: torch's gradients are given back at once
 import torch
 from swapio.optim import AdamW
-
-def held():
-    total = 0
-    for line in open("/proc/self/status"):
-        if line.startswith(("RssAnon", "RssShmem")):
-            total += 1024 * int(line.split()[1])
-    return total
 
 torch.set_num_threads(1)
 folder, budget, speculate, swap_gradients = sys.argv[1:5]
@@ -34,16 +31,7 @@ backward()
 for param in params:
     param.grad = None
 torch.optim.AdamW(params[:1]).step()
-before, peak, is_done = held(), 0, False
-
-def watch():
-    global peak
-    while not is_done:
-        peak = max(peak, held())
-        time.sleep(0.003)
-
-thread = threading.Thread(target=watch, daemon=True)
-thread.start()
+growth = Growth()
 swap = {"host_memory": int(budget), "sub_group_numel": 1 << 20, "spare_slots": 0,
         "swap_gradients": swap_gradients != "kept"}
 if folder != "-":
@@ -57,12 +45,12 @@ for _ in range(3):
         opt._early.wait()
     opt.step()
 opt.synchronize()
-is_done = True
-thread.join()
+grown = growth.end()
 early = opt.stats().get("speculation_num_early", 0)
 opt.close()
-print(peak - before, early)
+print(grown, early)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +69,4 @@ def test_growth_stays_within_host_memory(tmp_path, where, budget, speculate, gra
     assert done.returncode == 0, done.stderr
     growth, early = map(int, done.stdout.split())
     assert (early > 0) == bool(speculate)
-    assert growth <= budget + max(budget // 50, 32 * MIB), f"{growth / MIB:.1f} MiB"
+    memory_watch.check_growth(growth, budget)
