@@ -7,11 +7,16 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 # No deadline: other work on the machine must not fail a test.
 settings.register_profile("swapio", deadline=None, print_blob=True)
 settings.load_profile("swapio")
+
+# Many tests compare two trainings bit by bit. With several threads torch's own matrix products may
+# not repeat: about one process in 200 adds in another order in its first pass, on a loaded machine.
+torch.set_num_threads(1)
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every test of it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -99,6 +99,7 @@ def _run(args: argparse.Namespace, comm: Comm | None) -> int:
             "sub_group_numel": args.sub_group_numel,
             "trace": str(Path(scratch) / "trace.json"),
         }
+        _warm_up(args, text)
         runs = [
             _train(args, text, "state in RAM", None, device),
             _train(args, text, "state on storage", swap, device),
@@ -191,6 +192,17 @@ def _build(args: argparse.Namespace) -> GPT:
 
     torch.manual_seed(args.seed)
     return GPT(args.layers, args.width, args.heads, args.sequence).bfloat16()
+
+
+def _warm_up(args: argparse.Namespace, text: torch.Tensor) -> None:
+    """Go through a model once: torch may add in another order in a process's first pass."""
+    from swapio.demo.data import batches
+
+    model = _build(args)
+    for inputs, targets in batches(
+        text, steps=1, batch=args.batch, sequence=args.sequence, seed=args.seed
+    ):
+        model.loss(inputs, targets).backward()
 
 
 def _optimizer(args: argparse.Namespace, model: GPT, swap: dict[str, Any] | None) -> SwapOptimizer:

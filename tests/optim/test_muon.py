@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles.muon import MuonReference, relative_error
 
-from support.muon_training import BIASES, MODES, SHAPES, assert_same, one_thread, train  # noqa: F401
+from support.muon_training import BIASES, MODES, SHAPES, assert_same, train
 
 
 @pytest.fixture(scope="module")

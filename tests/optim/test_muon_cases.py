@@ -9,12 +9,11 @@ import pytest
 import torch
 from oracles.muon import MuonReference, relative_error, torch_zeropower
 
-from support.muon_training import (  # noqa: F401
+from support.muon_training import (
     MODES,
     SWAP,
     build,
     gradients,
-    one_thread,
     parameters,
     tight,
 )

@@ -14,7 +14,6 @@ from support.muon_training import (  # noqa: F401
     assert_same,
     build,
     gradients,
-    one_thread,
     parameters,
     tight,
     trained,

@@ -10,11 +10,10 @@ import torch
 
 import swapio.runtime
 from support.faulty import FaultyStore
-from support.muon_training import (  # noqa: F401
+from support.muon_training import (
     MODES,
     assert_same,
     gradients,
-    one_thread,
     parameters,
     tight,
     trained,

@@ -9,11 +9,10 @@ import pytest
 import torch
 from oracles.muon import MuonReference, relative_error
 
-from support.muon_training import (  # noqa: F401
+from support.muon_training import (
     MODES,
     SWAP,
     gradients,
-    one_thread,
     parameters,
     tight,
 )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.muon_training import MODES, gradients, one_thread, parameters, tight  # noqa: F401
+from support.muon_training import MODES, gradients, parameters, tight
 from support.pure_muon import PureMuon
 from swapio.optim import Muon
 

@@ -14,9 +14,10 @@ import torch
 
 import swapio.runtime
 from support import muon_child
+from support.crashes import last_number, whole_lines
 from support.faulty import FaultyStore
 from support.muon_child import make, take_steps
-from support.muon_training import assert_same, one_thread, trained  # noqa: F401
+from support.muon_training import assert_same, trained
 from swapio.errors import AioError, SwapioError
 from swapio.filestore import FileStore
 
@@ -37,8 +38,8 @@ def killed_after(folder, dtype, steps, delay):
                 break
         time.sleep(delay)
         child.kill()
-        told = [line for line in child.stdout.read().splitlines() if line.startswith("step")]
-    return int(told[-1].split()[1]) if told else steps
+        told = whole_lines(child.stdout.read())
+    return max(steps, last_number(told, "step"))
 
 
 def unbroken(dtype, steps):

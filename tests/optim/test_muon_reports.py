@@ -8,11 +8,10 @@ import torch
 from oracles.muon import MuonReference, relative_error
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: TID251
 
-from support.muon_training import (  # noqa: F401
+from support.muon_training import (
     MODES,
     SWAP,
     gradients,
-    one_thread,
     parameters,
     tight,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles.muon import MuonReference, relative_error
 
-from support.muon_training import SWAP, gradients, one_thread, parameters  # noqa: F401
+from support.muon_training import SWAP, gradients, parameters
 from swapio.errors import ConfigError, SwapioError
 from swapio.optim import Muon, muon_param_groups
 from swapio.optim.muon_update import spread

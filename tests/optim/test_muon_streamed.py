@@ -6,13 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.muon_training import (  # noqa: F401
+from support.muon_training import (
     MODES,
     SWAP,
     assert_same,
     build,
     gradients,
-    one_thread,
     parameters,
     tight,
     trained,

@@ -51,7 +51,7 @@ class Crashes:
             with contextlib.suppress(ProcessLookupError):  # it failed: its status says so
                 os.kill(pids[0], signal.SIGKILL)
         statuses = [int(word) for word in self._server.stdout.readline().split()[1:]]
-        lines = [log.read_text().splitlines() for log in logs]
+        lines = [whole_lines(log.read_text()) for log in logs]
         killed = [os.WIFSIGNALED(s) and os.WTERMSIG(s) == signal.SIGKILL for s in statuses]
         told = "\n".join("\n".join([f"-- rank {r}", *part]) for r, part in enumerate(lines))
         # A rank may notice that another was killed, and fail, before it is killed itself.
@@ -73,6 +73,11 @@ class Crashes:
         self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
+
+
+def whole_lines(text):
+    """The lines that were told to their end: a process may be killed within one."""
+    return [line[:-1] for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def last_number(lines, *words):

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -42,15 +41,6 @@ class Trained:
         """Final minus initial weights, of the fp32 masters where there are any."""
         final = [s.get("master", p).float() for s, p in zip(self.states, self.params, strict=True)]
         return [end - begin.float() for end, begin in zip(final, self.start, strict=True)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small products on a busy machine wait longer for a second thread than they take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(shapes, dtype=torch.float32, seed=0):
