@@ -8,7 +8,7 @@ read -ra tests <<< "${SANITIZE_TESTS:-tests/aio tests/buffers tests/kernels test
 present=()
 for folder in "${tests[@]}"; do [ ! -e "$folder" ] || present+=("$folder"); done
 if [ ${#present[@]} = 0 ]; then echo "no native tests"; exit 0; fi
-python=$(bash scripts/variant.sh asan -C cmake.define.SWAPIO_SANITIZE=ON \
+python=$(bash scripts/variant.sh asan -C cmake.define.SWAPIO_SANITIZE=ON -C cmake.define.SWAPIO_WERROR=ON \
   -C cmake.build-type=None "-Ccmake.define.CMAKE_CXX_FLAGS=-O1 -g1 -DNDEBUG" "-Ccmake.define.CMAKE_C_FLAGS=-O1 -g1 -DNDEBUG")
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
 # Tests marked `forks` go on in a forked child and are left out: the sanitizer's allocator holds its

@@ -10,17 +10,19 @@ read -ra all <<< "${ENGINE_TESTS:-tests/aio tests/swapper/test_lifecycle.py}"
 # suite does with that engine.
 read -ra some <<< "${ENGINE_TESTS:-tests/aio/test_round_trip.py tests/aio/test_fallbacks.py tests/swapper/test_lifecycle.py}"
 
+parallel=(-n 2 --dist worksteal)
+
 say() { printf '\n== %s\n' "$*"; }
 
 say "io_uring denied with EPERM"
-"$VENV/bin/python" scripts/deny_io_uring.py EPERM "$VENV/bin/python" -m pytest -q "${some[@]}"
+"$VENV/bin/python" scripts/deny_io_uring.py EPERM "$VENV/bin/python" -m pytest -q "${parallel[@]}" "${some[@]}"
 
 # Root ignores the limit, so the capability has to go too.
 drop=()
 [ "$(id -u)" != 0 ] || drop=(setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock)
 say "memory-lock limit of 64 KiB"
-prlimit --memlock=65536:65536 "${drop[@]}" "$VENV/bin/python" -m pytest -q "${all[@]}"
+prlimit --memlock=65536:65536 "${drop[@]}" "$VENV/bin/python" -m pytest -q "${parallel[@]}" "${all[@]}"
 
 say "built without liburing"
 python=$(bash scripts/variant.sh no-uring -C cmake.define.SWAPIO_URING=OFF)
-"$python" -m pytest -q "${some[@]}"
+"$python" -m pytest -q "${parallel[@]}" "${some[@]}"
