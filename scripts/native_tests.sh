@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PATH="$PWD/$VENV/bin:$PATH"
 pybind11_dir=$("$VENV/bin/python" -m pybind11 --cmakedir)
+# As scikit-build-core names them: to ccache c++ is another compiler than g++.
+export CC=${CC:-gcc} CXX=${CXX:-g++}
 flags="-O1 -g1 -DNDEBUG"
 for variant in sanitize tsan; do
   options=(-DSWAPIO_NATIVE_TESTS=ON -DSWAPIO_WERROR=ON -DCMAKE_BUILD_TYPE=None
