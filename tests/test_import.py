@@ -19,9 +19,9 @@ def look():
     return len(os.listdir("/proc/self/task")), files
 
 before = look()
-start = time.perf_counter()
+start = time.process_time()  # a busy machine would stretch the time on the wall
 __import__(sys.argv[1])
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({"seconds": seconds, "before": before, "after": look()}))
 """
 
@@ -54,7 +54,7 @@ def test_import_of_the_package_alone_does_not_load_torch() -> None:
 
 
 def test_import_takes_less_than_a_fifth_of_a_second() -> None:
-    # The first try warms the page cache; a busy machine gets three more.
+    # The first try warms the page cache; a machine whose caches others share gets two more.
     seconds = [look_at_import("swapio")["seconds"] for _ in range(2)]
     while min(map(float, map(str, seconds))) >= 0.2 and len(seconds) < 4:
         seconds.append(look_at_import("swapio")["seconds"])
