@@ -252,11 +252,11 @@ class PipelinedSwapper(WriteBehind):
             with self._lock:
                 item = self._obtain(group, index)
                 item.in_use = True  # before anybody else looks for memory
-            buffers = [item.buffer] if home is None else [item.buffer, home]
-            start, stop = group.chunk_bounds(index)
-            chunk = Chunk(group, start, group.numel if stop is None else stop, buffers)
-            self._stats.num_chunks += 1
             try:
+                buffers = [item.buffer] if home is None else [item.buffer, home]
+                start, stop = group.chunk_bounds(index)
+                chunk = Chunk(group, start, group.numel if stop is None else stop, buffers)
+                self._stats.num_chunks += 1
                 yield chunk
             finally:
                 item.in_use = False

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from support.swappers import KINDS, open_swapper, specs_of
+from swapio import pipeline
 from swapio.buffers import BufferPool
 from swapio.errors import ClosedError, ConfigError, PoolExhaustedError, SwapStateError
 from swapio.gradients import FragmentSize, reserved_bytes
 from swapio.subgroup import RecordSpec, SubGroupState
+from swapio.views import Chunk
 
 N = (1 << 20) + 12345
 
@@ -56,6 +58,27 @@ def test_a_sub_group_that_is_not_streamed_comes_in_one_piece(tmp_path, kind):
                     chunk.mark_dirty("exp_avg")
             swapper.drain()
             assert torch.equal(swapper.read("g", "exp_avg"), torch.full((N,), value))
+
+
+def test_a_chunk_that_is_handed_out_does_not_make_room_for_others(tmp_path, monkeypatch):
+    """Another thread may look for memory at any moment, also before the caller has its chunk."""
+    with open_swapper(tmp_path, "pipelined") as opened:
+        swapper = opened.add("g", specs_of(N))
+        fill(swapper.swap_in("g"), 3.0)
+        swapper.flush()
+
+        def chunk_after_a_search(*args):
+            while swapper._evict_clean():
+                pass
+            return Chunk(*args)
+
+        monkeypatch.setattr(pipeline, "Chunk", chunk_after_a_search)
+        num_chunks = 0
+        for chunk in swapper.swap_in("g").chunks():
+            num_chunks += 1
+            assert swapper.state("g") is not SubGroupState.OUT
+            assert torch.equal(chunk["exp_avg"], torch.full((chunk.numel,), 3.0))
+        assert num_chunks > 1
 
 
 def test_initial_content_is_zero_number_tensor_or_function(tmp_path, kind):
