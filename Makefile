@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f)
 PYTEST := $(BIN)/python -m pytest
-# More than the cores of a small machine: a third of the tests' time is waiting for the drive.
+# More than the cores of a small machine: for a third of their time workers only wait.
 WORKERS ?= 3
 export VENV
 

@@ -15,7 +15,7 @@ settings.register_profile("swapio", deadline=None, print_blob=True)
 settings.load_profile("swapio")
 
 # Many tests compare two trainings bit by bit. With several threads torch's own matrix products may
-# not repeat: about one process in 200 adds in another order in its first pass, on a loaded machine.
+# not repeat: the first pass of about one process in 300 gives other bits, on a loaded machine.
 torch.set_num_threads(1)
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every test of it.
